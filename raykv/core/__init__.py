@@ -1,0 +1,33 @@
+"""Block management without Ray, torch or clocks: plain Python and NumPy, synchronous."""
+
+from .block_manager import BlockManagerImpl
+from .blocks import Block, Blocks
+from .concurrent import ConcurrentBlockManagerImpl
+from .manager import AdmitRequest, Admitted, BlockManager
+from .namespace import DEFAULT, Namespace
+from .prefix_cache import PrefixCache
+from .prefix_hash import PrefixHasher
+from .sequence import KVCacheState, Request, Sequence
+from .single import SingleBlockManager
+from .tokens import BlockIds, TokenIds, as_tokens
+
+__all__ = [
+    "DEFAULT",
+    "AdmitRequest",
+    "Admitted",
+    "Block",
+    "BlockIds",
+    "BlockManager",
+    "BlockManagerImpl",
+    "Blocks",
+    "ConcurrentBlockManagerImpl",
+    "KVCacheState",
+    "Namespace",
+    "PrefixCache",
+    "PrefixHasher",
+    "Request",
+    "Sequence",
+    "SingleBlockManager",
+    "TokenIds",
+    "as_tokens",
+]

@@ -1,0 +1,211 @@
+"""The ordinary allocator: free list, prefix cache, padding block (the seed's section 4)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from raykv.errors import ConfigError, IntegrityError
+
+from .base import LedgerBlockManager
+from .blocks import Blocks
+from .ledger import PIN_MASK, REF, USE
+from .manager import AdmitRequest, Admitted
+from .namespace import DEFAULT, Namespace
+from .prefix_cache import Path, PrefixCache, path_ids, path_length
+from .tokens import BlockIds, TokenIds, as_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from .runs import Run
+
+
+class BlockManagerImpl(LedgerBlockManager):
+    """Blocks with an optional prefix cache.
+
+    Ids are padding {0}, free, used (a sequence side holds them), pending (logically released, but
+    a reference or a held descendant remains) or evictable; the states partition the ids.
+
+    Args:
+        num_blocks: blocks, the padding block included.
+        block_size: tokens per block.
+        enable_prefix_cache: False makes every lookup miss and every publication a no-op.
+        hash_seed: the pool's secret for prefix hashes; None draws one.
+        eviction: the order of eviction; "lru" is least recently released first.
+
+    Raises:
+        ConfigError: impossible sizes or an unknown eviction policy.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        enable_prefix_cache: bool = True,
+        hash_seed: bytes | None = None,
+        eviction: str = "lru",
+    ) -> None:
+        super().__init__(num_blocks, block_size, hash_seed)
+        if eviction != "lru":
+            raise ConfigError(f"eviction is {eviction!r}, but the policy known is 'lru'")
+        self.enable_prefix_cache = enable_prefix_cache
+        self._cache = PrefixCache(self._ledger, block_size)
+        # Blocks that were allocated at the last reset and not freed since: True per id. None as
+        # long as there are none, so that sequences pay nothing for it.
+        self._stale: NDArray[np.bool_] | None = None
+
+    def admit(self, requests: Sequence[AdmitRequest]) -> list[Admitted] | None:
+        """See BlockManager."""
+        self._settle_dropped()
+        paths = [self._path(request) for request in requests]
+        wanted = sum(request.num_blocks for request in requests) - sum(map(path_length, paths))
+        if wanted > self._ledger.num_free + self._cache.num_evictable - _newly_held(paths):
+            return None
+        return self._grant(requests, [self._hold(path) for path in paths])
+
+    def allocate_shared(
+        self,
+        token_ids: TokenIds,
+        *,
+        existing: Blocks | None = None,
+        namespace: Namespace = DEFAULT,
+    ) -> Blocks:
+        """See BlockManager."""
+        start = super().allocate_shared(token_ids, existing=existing, namespace=namespace)
+        if not self.enable_prefix_cache:
+            return start
+        path = self._cache.find(token_ids, namespace)
+        ids = path_ids(path)[len(start) :]
+        if not len(ids):
+            return start
+        self._ledger.add(ids, USE + REF)
+        self._cache.protect(path)
+        if not len(start):
+            return self.adopt(ids)
+        return Blocks.concat((start, self.adopt(ids)))
+
+    def cache(
+        self,
+        token_ids: TokenIds,
+        blocks: Blocks,
+        *,
+        num_existing_shared: int = 0,  # noqa: ARG002 - the walk costs microseconds, a wrong hint a wrong hit
+        namespace: Namespace = DEFAULT,
+    ) -> int:
+        """See BlockManager."""
+        self._own(blocks)
+        self._settle_dropped()
+        tokens = as_tokens(token_ids)
+        ids = blocks.ids[: len(tokens) // self.block_size]
+        if self._stale is not None:
+            stale = self._stale[ids]
+            if stale.any():
+                ids = ids[: int(stale.argmax())]
+        if not self.enable_prefix_cache or not len(ids):
+            return 0
+        if not blocks.is_unique and len(np.unique(ids)) < len(ids):
+            raise ValueError(f"a block is listed twice among the {len(ids)} blocks to publish")
+        return self._cache.insert(tokens, ids, namespace=namespace)
+
+    def reset_prefix_cache(self) -> int:
+        """See BlockManager."""
+        self._settle_dropped()
+        counts = self._ledger.counts
+        ids = self._cache.clear()
+        counts[ids] &= ~PIN_MASK
+        self._give_back(ids[counts[ids] == 0])
+        stale = counts > 0
+        self._stale = stale if stale.any() else None
+        return len(ids)
+
+    def ref_counts(self, ids: BlockIds) -> NDArray[np.int32]:
+        """int32 [n]: live handles per id, plus one where the prefix cache holds it."""
+        return super().ref_counts(ids) + (self._cache.run_of[ids] >= 0)
+
+    def hash_of(self, block_id: int) -> bytes | None:
+        """The prefix hash of a cached block, else None."""
+        content = self._cache.content(block_id)
+        if content is None:
+            return None
+        tokens, namespace = content
+        return self.prefix_hashes(tokens, namespace=namespace)[-1]
+
+    @property
+    def num_evictable_blocks(self) -> int:
+        """See BlockManager."""
+        self._settle_dropped()
+        return self._cache.num_evictable
+
+    @property
+    def num_blocks_in_prefix_cache(self) -> int:
+        """See BlockManager."""
+        return len(self._cache)
+
+    def check_integrity(self) -> None:
+        """See BlockManager."""
+        super().check_integrity()
+        self._cache.check_integrity()
+        counts, cached = self._ledger.counts, self._cache.run_of >= 0
+        if (counts[cached] < 0).any():
+            raise IntegrityError("a cached block is on the free list")
+        if ((counts == 0) & ~cached).any():
+            raise IntegrityError("a block that nobody holds is neither cached nor free")
+        if self._stale is not None and (cached | (counts <= 0))[self._stale].any():
+            raise IntegrityError("a stale block is free or cached")
+
+    def _path(self, request: AdmitRequest) -> Path:
+        if request.token_ids is None or not self.enable_prefix_cache:
+            return []
+        tokens = as_tokens(request.token_ids)[: request.num_blocks * self.block_size]
+        return self._cache.find(tokens, request.namespace)
+
+    def _make_room(self, num_blocks: int) -> bool:
+        short = num_blocks - self._ledger.num_free
+        if short <= 0:
+            return True
+        if short > self._cache.num_evictable:
+            return False
+        self._give_back(self._cache.evict(short))
+        return True
+
+    def _hold(self, path: Path) -> BlockIds:
+        """Take one use of each block along a match."""
+        ids = path_ids(path)
+        if path:
+            self._ledger.add(ids, USE + REF)
+            self._cache.protect(path)
+        return ids
+
+    def _unreferenced(self, ids: BlockIds) -> None:
+        cached = self._cache.run_of[ids] >= 0
+        if cached.all():
+            self._cache.unprotect(ids)
+            return
+        self._give_back(ids[~cached])
+        if cached.any():
+            self._cache.unprotect(ids[cached])
+
+    def _give_back(self, ids: BlockIds) -> None:
+        super()._give_back(ids)
+        if self._stale is not None:
+            self._stale[ids] = False
+            if not self._stale.any():
+                self._stale = None
+
+
+def _newly_held(paths: list[Path]) -> int:
+    """Evictable blocks that holding all the matches would take away, shared ones counted once."""
+    held: dict[Run, int] = {}
+    total = 0
+    for path in paths:
+        for run, count in path:
+            before = held.get(run, run.protected)
+            if count > before:
+                held[run] = count
+                total += count - before
+    return total

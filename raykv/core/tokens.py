@@ -1,0 +1,39 @@
+"""Token ids as the core keeps them: contiguous int32 arrays."""
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+TokenIds: TypeAlias = NDArray[np.int32] | Sequence[int]
+"""Token ids as callers may pass them: an int32 array, or any sequence of ints."""
+
+BlockIds: TypeAlias = NDArray[np.int32]
+"""Block ids, int32 [n]."""
+
+
+def as_tokens(token_ids: TokenIds) -> NDArray[np.int32]:
+    """View or convert token ids as a contiguous int32 array [n]; the result may alias the input.
+
+    Raises:
+        ValueError: not one-dimensional, not integers, or outside int32.
+    """
+    if (
+        isinstance(token_ids, np.ndarray)
+        and token_ids.dtype == np.int32
+        and token_ids.ndim == 1
+        and token_ids.flags.c_contiguous
+    ):
+        return token_ids
+    tokens = np.asarray(token_ids)
+    if tokens.size == 0:
+        return np.empty(0, np.int32)
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise ValueError(
+            f"token ids must be one row of integers, got shape {tokens.shape} of {tokens.dtype}"
+        )
+    limits = np.iinfo(np.int32)
+    if tokens.min() < limits.min or tokens.max() > limits.max:
+        raise ValueError(f"token ids must fit int32, got {tokens.min()}..{tokens.max()}")
+    return np.ascontiguousarray(tokens, dtype=np.int32)

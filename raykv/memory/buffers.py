@@ -1,0 +1,158 @@
+"""The KV memory of one rank: one array of blocks, and views of it for attention."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raykv.errors import ConfigError
+from raykv.memory.ids import Ids, checked_ids
+from raykv.memory.spec import KVSpec
+from raykv.memory.xp import Device, DeviceChoice, array_module, resolve_device
+
+_MEMINFO = Path("/proc/meminfo")
+_GIB = 1 << 30
+
+
+class KVBuffers:
+    """Block-major KV memory: all of a block's bytes, over all layers, lie together.
+
+    So moving a block between tiers is one contiguous copy. For a uniform attention model the
+    storage is ``[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]``. Block 0 is the
+    padding block: attention may read it, and copies never write it.
+
+    The memory starts as zeros. Attention reads whole blocks and gives unwritten slots the weight
+    zero, but zero times an uninitialised NaN is NaN and would poison the result. On the CPU the
+    kernel hands out zero pages on first touch, so zeroing costs no time here.
+
+    On CUDA, work runs on CuPy's current stream, and a torch view is ordered after it only when
+    the view is made. Whoever uses other streams later orders them with events.
+
+    Attributes:
+        spec: The layout of a block.
+        num_blocks: Blocks, with the padding block.
+        device: Where the memory lies.
+        xp: The array module, ``numpy`` or ``cupy``.
+        storage: Contiguous array ``[num_blocks, block_elements]`` of ``spec.storage_dtype``.
+
+    Args:
+        spec: The layout of a block.
+        num_blocks: Blocks to hold; at least 2, as block 0 is padding.
+        device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
+
+    Raises:
+        ConfigError: The device is not usable, the number of blocks is too small, or the memory
+            does not fit. On the CPU the check is against the memory available now; pages that
+            other processes have reserved without touching them do not count.
+    """
+
+    def __init__(self, spec: KVSpec, num_blocks: int, *, device: DeviceChoice = "auto") -> None:
+        if num_blocks < 2:
+            raise ConfigError(
+                f"num_blocks is {num_blocks}, but block 0 is padding: give at least 2"
+            )
+        self.spec = spec
+        self.num_blocks = num_blocks
+        self.device: Device = resolve_device(device)
+        self.xp = array_module(self.device)
+        _check_fits(spec, num_blocks, self.device, self.xp)
+        shape = (num_blocks, spec.block_elements)
+        try:
+            self.storage: Any = self.xp.zeros(shape, dtype=spec.storage_dtype)
+        except MemoryError as error:  # CuPy's out-of-memory error derives from it
+            raise _too_large(spec, num_blocks, self.device, f"allocation failed: {error}") from None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the storage."""
+        return self.num_blocks * self.spec.block_bytes
+
+    def view(self, layer: int, name: str) -> Any:
+        """Return one tensor of one layer over all blocks, without copying.
+
+        Returns:
+            Strided array ``[num_blocks, block_size, *shape]`` of ``spec.storage_dtype``: bfloat16
+            appears as ``uint16`` bit patterns. Writes go to the storage.
+
+        Raises:
+            ValueError: There is no such layer or tensor.
+        """
+        offset, tensor = self.spec.locate(layer, name)
+        elements = tensor.token_elements * self.spec.block_size
+        rows = self.storage[:, offset : offset + elements]
+        return rows.reshape(self.num_blocks, self.spec.block_size, *tensor.shape)
+
+    def torch_view(self, layer: int, name: str) -> Any:
+        """Return the same memory as a torch tensor, without copying.
+
+        Returns:
+            Strided tensor ``[num_blocks, block_size, *shape]`` of the spec's real dtype, on the
+            CPU or the CUDA device. It keeps the storage alive.
+
+        Raises:
+            ValueError: There is no such layer or tensor.
+            ImportError: torch is not installed.
+        """
+        import torch  # noqa: PLC0415 - managing and copying blocks needs no torch
+
+        array = self.view(layer, name)
+        if self.spec.dtype == "bfloat16":
+            # Every torch and DLPack version knows int16, not every one uint16.
+            array = array.view(np.int16)
+        tensor = torch.from_numpy(array) if self.device == "cpu" else torch.from_dlpack(array)
+        return tensor.view(torch.bfloat16) if self.spec.dtype == "bfloat16" else tensor
+
+    def read_slots(self, layer: int, name: str, slot_ids: Ids) -> NDArray[Any]:
+        """Copy tokens to the host, such as those of a sequence, in the order asked for.
+
+        Args:
+            layer: Number of the layer.
+            name: Name of the tensor.
+            slot_ids: Slots, ``block_id * block_size + offset``, on the host; may repeat.
+
+        Returns:
+            Array ``[len(slot_ids), *shape]``; bfloat16 is widened to float32, which is exact.
+
+        Raises:
+            ValueError: There is no such layer, tensor or slot.
+        """
+        slots = checked_ids(slot_ids, self.num_blocks * self.spec.block_size, "slot_ids")
+        blocks, offsets = np.divmod(slots, self.spec.block_size)
+        tokens = self.view(layer, name)[self.xp.asarray(blocks), self.xp.asarray(offsets)]
+        if self.device == "cuda":
+            tokens = self.xp.asnumpy(tokens)
+        if self.spec.dtype == "bfloat16":
+            tokens = (tokens.astype(np.uint32) << 16).view(np.float32)
+        values: NDArray[Any] = tokens
+        return values
+
+
+def _check_fits(spec: KVSpec, num_blocks: int, device: Device, xp: Any) -> None:
+    if device == "cuda":
+        # What CuPy keeps from a closed pool is free to us, though the driver counts it as used.
+        xp.get_default_memory_pool().free_all_blocks()
+        available: int | None = xp.cuda.runtime.memGetInfo()[0]
+    else:
+        available = _available_bytes()
+    if available is not None and num_blocks * spec.block_bytes > available:
+        raise _too_large(spec, num_blocks, device, f"{available / _GIB:.2f} GiB are available")
+
+
+def _available_bytes() -> int | None:
+    """Memory that a new allocation can use without swapping; None where Linux does not say."""
+    try:
+        text = _MEMINFO.read_text(encoding="ascii")
+    except OSError:
+        return None
+    found = re.search(r"^MemAvailable:\s+(\d+) kB$", text, re.MULTILINE)
+    return int(found[1]) * 1024 if found else None
+
+
+def _too_large(spec: KVSpec, num_blocks: int, device: Device, why: str) -> ConfigError:
+    return ConfigError(
+        f"{num_blocks} blocks of {spec.block_bytes} bytes need"
+        f" {num_blocks * spec.block_bytes / _GIB:.2f} GiB on {device}, but {why}:"
+        " ask for fewer blocks, use a smaller dtype, or free memory"
+    )

@@ -1,0 +1,59 @@
+"""A stand-in for CuPy, so that the CUDA paths run in tests on machines without a GPU."""
+
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+
+class FakeCudaArray(np.ndarray):
+    """Host memory that is told apart from a NumPy array, as a CuPy array is."""
+
+    def get(self):
+        return np.asarray(self)
+
+
+def make_fake_cupy(free_bytes):
+    """Offer what raykv uses of CuPy, with CuPy's signatures where they differ from NumPy's."""
+
+    def take(a, indices, axis=None, out=None):
+        assert isinstance(indices, FakeCudaArray)
+        return np.take(a, indices, axis=axis, out=out, mode="clip")
+
+    def free_all_blocks():
+        fake.freed = True
+
+    def get_free_and_total():
+        return (free_bytes if fake.freed else 0, 2 * free_bytes)
+
+    fake = SimpleNamespace(
+        __name__="cupy",
+        ndarray=FakeCudaArray,
+        freed=False,
+        zeros=lambda shape, dtype: np.zeros(shape, dtype).view(FakeCudaArray),
+        empty=lambda shape, dtype: np.empty(shape, dtype).view(FakeCudaArray),
+        asarray=lambda a: np.array(a).view(FakeCudaArray),
+        asnumpy=lambda a: a.get(),
+        take=take,
+        may_share_memory=np.may_share_memory,
+        get_default_memory_pool=lambda: SimpleNamespace(free_all_blocks=free_all_blocks),
+        cuda=SimpleNamespace(
+            is_available=lambda: True, runtime=SimpleNamespace(memGetInfo=get_free_and_total)
+        ),
+    )
+    return fake
+
+
+@pytest.fixture
+def fake_cupy(monkeypatch):
+    fake = make_fake_cupy(free_bytes=1 << 30)
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    return fake
+
+
+@pytest.fixture(params=["cpu", "cuda"], ids=["cpu", "fake-cuda"])
+def device(request):
+    if request.param == "cuda":
+        request.getfixturevalue("fake_cupy")
+    return request.param
