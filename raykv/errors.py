@@ -12,8 +12,9 @@
     ├── TransferError          a copy between tiers failed or came up short
     └── StoreError             the KV store behind the host tier failed
 
-The first two are ValueErrors too. A full pool is no error: ``allocate`` answers ``None`` or ``False``. Each message states the cause,
-the numbers and the remedy. All of them pickle, so they cross Ray unchanged.
+The first two are ValueErrors as well. A full pool is no error: ``allocate`` answers ``None`` or
+``False``. Each message states the cause, the numbers and the remedy. All of them pickle, so they
+cross Ray unchanged.
 """
 
 

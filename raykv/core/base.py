@@ -53,7 +53,7 @@ class LedgerBlockManager(BlockManager):
 
     def admit(self, requests: Sequence[AdmitRequest]) -> list[Admitted] | None:
         """See BlockManager."""
-        self._settle_dropped()
+        self._begin_admission(requests)
         return self._grant(requests, [np.empty(0, np.int32)] * len(requests))
 
     def adopt(self, block_ids: BlockIds) -> Blocks:
@@ -95,6 +95,7 @@ class LedgerBlockManager(BlockManager):
         ids = np.asarray(block_ids if isinstance(block_ids, np.ndarray) else list(block_ids))
         if ids.size:
             self._ledger.check_returnable(ids)
+            self._check_returnable(ids)
             self._give_back(ids.astype(np.int32))
 
     def prefix_hashes(self, token_ids: TokenIds, *, namespace: Namespace = DEFAULT) -> list[bytes]:
@@ -172,8 +173,16 @@ class LedgerBlockManager(BlockManager):
         """The last handle of these ids is gone."""
         self._give_back(ids)
 
+    def _check_returnable(self, ids: BlockIds) -> None:
+        """Raise DoubleFreeError if anything but a handle holds one of the ids."""
+
     def _give_back(self, ids: BlockIds) -> None:
         self._ledger.give_back(ids)
+
+    def _begin_admission(self, requests: Sequence[AdmitRequest]) -> None:
+        self._settle_dropped()
+        if any(request.num_blocks < 0 for request in requests):
+            raise ValueError(f"cannot admit {min(r.num_blocks for r in requests)} blocks")
 
     def _grant(
         self, requests: Sequence[AdmitRequest], shared: list[BlockIds]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from raykv.errors import ConfigError, IntegrityError
+from raykv.errors import ConfigError, DoubleFreeError, IntegrityError
 
 from .base import LedgerBlockManager
 from .blocks import Blocks
@@ -61,7 +61,7 @@ class BlockManagerImpl(LedgerBlockManager):
 
     def admit(self, requests: Sequence[AdmitRequest]) -> list[Admitted] | None:
         """See BlockManager."""
-        self._settle_dropped()
+        self._begin_admission(requests)
         paths = [self._path(request) for request in requests]
         wanted = sum(request.num_blocks for request in requests) - sum(map(path_length, paths))
         if wanted > self._ledger.num_free + self._cache.num_evictable - _newly_held(paths):
@@ -189,6 +189,13 @@ class BlockManagerImpl(LedgerBlockManager):
         self._give_back(ids[~cached])
         if cached.any():
             self._cache.unprotect(ids[cached])
+
+    def _check_returnable(self, ids: BlockIds) -> None:
+        cached = self._cache.run_of[ids] >= 0
+        if cached.any():
+            raise DoubleFreeError(
+                f"block {ids[cached][0]} is held by the prefix cache: it returns by eviction"
+            )
 
     def _give_back(self, ids: BlockIds) -> None:
         super()._give_back(ids)

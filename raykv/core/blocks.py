@@ -122,7 +122,7 @@ class Blocks:
             raise ValueError("cannot join a handle with itself: share() it first")
         manager, weight = parts[0].manager, parts[0]._weight
         ids = np.concatenate([part._detach()[0] for part in parts])
-        return Blocks(manager, ids, weight, unique=len(parts) == 1 and parts[0]._unique)
+        return Blocks(manager, ids, weight, unique=len(np.unique(ids)) == len(ids))
 
     def _detach(self) -> tuple[BlockIds, int, bool]:
         owned = self._ids, self._weight, self._unique

@@ -111,8 +111,8 @@ class Ledger:
         if (counts > 0).any():
             block_id, count = ids[counts > 0][0], int(counts[counts > 0][0])
             raise DoubleFreeError(
-                f"block {block_id} is still held by {count & REF_MASK} handles: "
-                "release them instead of freeing the id"
+                f"block {block_id} is still held by {count & REF_MASK} handles and "
+                f"{(count & PIN_MASK) // PIN} cached descendants: release instead of freeing the id"
             )
         if len(np.unique(ids)) != len(ids):
             raise DoubleFreeError(f"the same block is listed twice among {len(ids)} ids to free")

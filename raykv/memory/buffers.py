@@ -95,9 +95,9 @@ class KVBuffers:
             ValueError: There is no such layer or tensor.
             ImportError: torch is not installed.
         """
+        array = self.view(layer, name)
         import torch  # noqa: PLC0415 - managing and copying blocks needs no torch
 
-        array = self.view(layer, name)
         if self.spec.dtype == "bfloat16":
             # Every torch and DLPack version knows int16, not every one uint16.
             array = array.view(np.int16)

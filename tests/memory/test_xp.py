@@ -11,6 +11,13 @@ from raykv.errors import ConfigError
 from raykv.memory.xp import array_module, resolve_device
 
 
+def run_python(code):
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def test_importing_the_package_needs_numpy_alone():
     code = (
         "import sys\n"
@@ -18,14 +25,12 @@ def test_importing_the_package_needs_numpy_alone():
         "import raykv.memory as m\n"
         "print(m.KVBuffers(m.KVSpec.uniform(1, 1, 1, 1, 'float32'), 2).device)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stdout == "cpu\n", done.stderr
+    assert run_python(code) == "cpu\n"
 
 
 def test_importing_the_package_imports_no_array_library_but_numpy():
     code = "import sys, raykv.memory; print(sorted({'torch', 'cupy', 'ray'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stdout == "[]\n", done.stderr
+    assert run_python(code) == "[]\n"
 
 
 def test_cpu_never_asks_for_cupy(monkeypatch):

@@ -1,0 +1,239 @@
+"""The configuration of a pool: YAML in, frozen models out, unknown keys refused."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from raykv.errors import ConfigError
+
+Dtype = Literal["float32", "float16", "bfloat16"]
+
+_LATER = {
+    "linear_state": "linear-state caching",
+    "manager_types": "composite managers",
+    "xtensor": "xtensor managers",
+    "host": "the host tier",
+    "store": "a KV store",
+}
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError(_explain(error)) from None
+
+
+class RoutingConfig(_Model):
+    """How the pool chooses a rank for a sequence.
+
+    Attributes:
+        policy: ``available_blocks`` counts free and evictable blocks; ``free_blocks`` is the
+            seed's rule, which sees a rank full of idle cache as full.
+    """
+
+    policy: Literal["available_blocks", "free_blocks"] = "available_blocks"
+
+
+class MemoryConfig(_Model):
+    """The KV buffers of each rank.
+
+    Attributes:
+        device: ``auto`` takes CUDA through CuPy where it is usable, else the CPU.
+        dtype: element type of K and V.
+        num_layers: layers that keep K and V; leave out with a model, which knows its own shape.
+        num_kv_heads: key/value heads per layer.
+        head_dim: elements per head.
+    """
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Dtype = "float32"
+    num_layers: int | None = Field(None, ge=1)
+    num_kv_heads: int | None = Field(None, ge=1)
+    head_dim: int | None = Field(None, ge=1)
+
+    @model_validator(mode="after")
+    def _shape_is_whole(self) -> Self:
+        shape = (self.num_layers, self.num_kv_heads, self.head_dim)
+        if any(shape) and not all(shape):
+            raise ValueError(
+                f"num_layers, num_kv_heads, head_dim are {shape}: give all three, or none"
+            )
+        return self
+
+    @property
+    def has_shape(self) -> bool:
+        """Whether buffers can be made from this section alone."""
+        return self.num_layers is not None
+
+
+class ModelConfig(_Model):
+    """The language model that each rank serves with the built-in engine.
+
+    Attributes:
+        path: ``smollm2``, a local Hugging Face folder, or a hub id.
+        max_num_batched_tokens: tokens that one step computes at most; longer prompts are
+            prefilled in chunks.
+        num_threads: torch threads per rank; more than one per core slows every rank down.
+    """
+
+    path: str
+    max_num_batched_tokens: int = Field(512, ge=1)
+    num_threads: int = Field(1, ge=1)
+
+
+class RayConfig(_Model):
+    """Resources and time limits of the rank actors.
+
+    Attributes:
+        num_cpus: CPUs that each rank actor reserves.
+        num_gpus: GPUs that each rank actor reserves; may be a fraction.
+        placement_strategy: how the ranks spread over nodes (a Ray placement group's strategy).
+        start_timeout_s: seconds that all ranks may take to start and load their model.
+        call_timeout_s: seconds that one call to a rank may take.
+    """
+
+    num_cpus: float = Field(default=1.0, ge=0)
+    num_gpus: float = Field(default=0.0, ge=0)
+    placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
+    start_timeout_s: float = Field(default=180.0, gt=0)
+    call_timeout_s: float = Field(default=60.0, gt=0)
+
+
+class PoolConfig(_Model):
+    """Everything that a pool is made from.
+
+    Attributes:
+        dp_size: data-parallel ranks.
+        num_blocks: KV blocks per rank, the padding block 0 included.
+        block_size: tokens per block.
+        enable_prefix_cache: False computes every prompt from its first token.
+        max_num_seqs: sequences that a rank holds at a time.
+        num_single_blocks: rows of the block table, the padding row 0 included; by default
+            ``max_num_seqs + 1``.
+        max_model_len: tokens that one sequence may reach; by default what the model or the pool
+            allows.
+        hash_seed: the secret behind prefix hashes; drawn at launch if left out.
+        eviction: which cached blocks go first: ``lru``.
+        disagg_pd: True makes every manager thread-safe (ConcurrentBlockManagerImpl).
+        routing: how a rank is chosen.
+        memory: the KV buffers; None keeps books only.
+        model: the model to serve; None for a scheduler of your own.
+        ray: resources and time limits of the rank actors.
+
+    Raises:
+        ConfigError: an unknown key, or a value that is impossible or contradicts another.
+    """
+
+    dp_size: int = Field(1, ge=1)
+    num_blocks: int = Field(ge=2)
+    block_size: int = Field(16, ge=1)
+    enable_prefix_cache: bool = True
+    max_num_seqs: int = Field(256, ge=1)
+    num_single_blocks: int = Field(257, ge=2)
+    max_model_len: int | None = Field(None, ge=1)
+    hash_seed: bytes | None = Field(None, repr=False)
+    eviction: Literal["lru"] = "lru"
+    disagg_pd: bool = False
+    linear_state: Any = None
+    manager_types: Any = None
+    xtensor: Any = None
+    host: Any = None
+    store: Any = None
+    routing: RoutingConfig = RoutingConfig()
+    memory: MemoryConfig | None = None
+    model: ModelConfig | None = None
+    ray: RayConfig = RayConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill(cls, values: Any) -> Any:
+        if isinstance(values, dict):
+            values = dict(values)
+            rows, seqs = values.get("num_single_blocks"), values.get("max_num_seqs")
+            if rows is None:
+                values["num_single_blocks"] = (256 if seqs is None else seqs) + 1
+            elif seqs is None:
+                values["max_num_seqs"] = rows - 1
+            if values.get("model") is not None and values.get("memory") is None:
+                values["memory"] = {}
+        return values
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for key, what in _LATER.items():
+            if getattr(self, key):
+                raise ValueError(f"{key}: {what} is not part of this version; leave it out")
+        if self.num_single_blocks <= self.max_num_seqs:
+            raise ValueError(
+                f"num_single_blocks is {self.num_single_blocks} for max_num_seqs "
+                f"{self.max_num_seqs}, but row 0 is padding: {self.max_num_seqs + 1} are needed"
+            )
+        if self.memory is not None and self.model is None and not self.memory.has_shape:
+            raise ValueError(
+                "memory: num_layers, num_kv_heads and head_dim are needed when no model is given"
+            )
+        if self.model is not None and self.memory is not None and self.memory.has_shape:
+            raise ValueError("memory: the model knows its layers and heads; leave them out")
+        return self
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> Self:
+        """Read a YAML file.
+
+        Raises:
+            ConfigError: the file is missing, is no YAML mapping, or holds a bad setting.
+        """
+        try:
+            values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(
+                f"cannot read {path}: {error.strerror}; pass a readable file"
+            ) from None
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{path} is not valid YAML: {error}") from None
+        if not isinstance(values, dict):
+            raise ConfigError(
+                f"{path} must hold a mapping of settings, not {type(values).__name__}"
+            )
+        try:
+            return cls(**values)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
+
+    @property
+    def max_tokens_per_sequence(self) -> int:
+        """Tokens that one sequence can reach: the model's limit or the whole pool."""
+        pool = (self.num_blocks - 1) * self.block_size
+        return pool if self.max_model_len is None else min(pool, self.max_model_len)
+
+    def with_seed(self) -> Self:
+        """The same configuration with a hash seed drawn, so that all ranks share it."""
+        if self.hash_seed is not None:
+            return self
+        return self.model_copy(update={"hash_seed": os.urandom(16)})
+
+
+def _explain(error: ValidationError) -> str:
+    """One clear line per bad setting: its key, its value and what would do."""
+    lines = []
+    for item in error.errors():
+        key = ".".join(str(part) for part in item["loc"])
+        if item["type"] == "extra_forbidden":
+            lines.append(f"{key}: unknown setting; see raykv.config for those that exist")
+        elif item["type"] == "missing":
+            lines.append(f"{key}: is required")
+        else:
+            message = item["msg"].removeprefix("Value error, ")
+            if item["type"] != "value_error":
+                message += f", got {item['input']!r}"
+            lines.append(f"{key}: {message}" if key else message)
+    return "; ".join(lines)

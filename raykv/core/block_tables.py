@@ -1,0 +1,71 @@
+"""Block tables of all running sequences in one dense array: what a kernel takes as it is."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raykv.errors import IntegrityError
+
+from .tokens import BlockIds
+
+
+class BlockTables:
+    """Row = a sequence's single block id; column = logical block index (the seed's section 9.5).
+
+    Attributes:
+        table: int32 [num_rows, max_blocks], physical block ids; 0 (padding) behind a row's end.
+        num_blocks: int32 [num_rows], blocks in each row.
+    """
+
+    def __init__(self, num_rows: int, max_blocks: int) -> None:
+        self.table = np.zeros((num_rows, max_blocks), np.int32)
+        self.num_blocks = np.zeros(num_rows, np.int32)
+
+    def ids(self, row: int) -> BlockIds:
+        """The blocks of one row, int32 [n], a read-only copy."""
+        ids = self.table[row, : self.num_blocks[row]].copy()
+        ids.flags.writeable = False
+        return ids
+
+    def append(self, row: int, ids: BlockIds) -> None:
+        """Add blocks at the end of one row."""
+        start = int(self.num_blocks[row])
+        self.table[row, start : start + len(ids)] = ids
+        self.num_blocks[row] = start + len(ids)
+
+    def append_many(
+        self, rows: NDArray[np.int32], counts: NDArray[np.int32], ids: BlockIds
+    ) -> None:
+        """Add ``counts[i]`` blocks to row ``rows[i]``, taken from ``ids`` in this order.
+
+        Args:
+            rows: int32 [n], distinct.
+            counts: int32 [n].
+            ids: int32 [counts.sum()].
+        """
+        starts = self.num_blocks[rows]
+        before = np.cumsum(counts) - counts
+        columns = np.arange(len(ids)) - np.repeat(before - starts, counts)
+        self.table[np.repeat(rows, counts), columns] = ids
+        self.num_blocks[rows] = starts + counts
+
+    def truncate(self, row: int, num_blocks: int) -> BlockIds:
+        """Cut a row; return the ids cut off, int32 [n]."""
+        stop = int(self.num_blocks[row])
+        ids = self.table[row, num_blocks:stop].copy()
+        self.table[row, num_blocks:stop] = 0
+        self.num_blocks[row] = num_blocks
+        return ids
+
+    def check_integrity(self) -> None:
+        """Nothing may stand behind a row's end.
+
+        Raises:
+            IntegrityError: something does.
+        """
+        width = int(self.num_blocks.max())
+        columns = np.arange(width + 1)
+        behind = columns >= self.num_blocks[:, None]
+        if (self.table[:, : width + 1][behind[:, : self.table.shape[1]]] != 0).any():
+            raise IntegrityError("block table: a row has ids behind its end")
+        if (self.table[:, :width][~behind[:, :width]] < 1).any():
+            raise IntegrityError("block table: a row lists the padding block")

@@ -1,0 +1,183 @@
+"""The interface that schedulers see, at the level of whole sequences (the seed's section 2.1)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import TypeAlias
+
+from .sequence import Request, Sequence
+
+Sequences: TypeAlias = Sequence | Request | Iterable["Sequence | Request"]
+"""One sequence, a request, or any number of both."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankStats:
+    """Counters of one rank; totals count from its start.
+
+    Attributes:
+        num_total_blocks: blocks that can be handed out.
+        num_free_blocks: blocks on the free list.
+        num_used_blocks: blocks that sequences use.
+        num_evictable_blocks: cached blocks that allocation may take.
+        num_blocks_in_prefix_cache: cached blocks, in use or not.
+        num_free_single_blocks: sequences that can still be admitted.
+        num_admissions_total: sequences admitted, each counted once however often preempted.
+        prefix_cache_queries_total: tokens of admitted sequences that a hit could have covered.
+        prefix_cache_hits_total: tokens that hits covered.
+    """
+
+    num_total_blocks: int = 0
+    num_free_blocks: int = 0
+    num_used_blocks: int = 0
+    num_evictable_blocks: int = 0
+    num_blocks_in_prefix_cache: int = 0
+    num_free_single_blocks: int = 0
+    num_admissions_total: int = 0
+    prefix_cache_queries_total: int = 0
+    prefix_cache_hits_total: int = 0
+
+    @property
+    def num_available_blocks(self) -> int:
+        """Free and evictable blocks."""
+        return self.num_free_blocks + self.num_evictable_blocks
+
+    @property
+    def num_pending_blocks(self) -> int:
+        """Blocks that are neither free, used nor evictable: a reference remains."""
+        return self.num_total_blocks - self.num_used_blocks - self.num_available_blocks
+
+    @property
+    def kv_cache_usage_perc(self) -> float:
+        """Used over total blocks, 0 to 1."""
+        return self.num_used_blocks / self.num_total_blocks if self.num_total_blocks else 0.0
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of queried tokens that hits covered, 0 to 1."""
+        queries = self.prefix_cache_queries_total
+        return self.prefix_cache_hits_total / queries if queries else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStats:
+    """Counters of all ranks, in order of dp_rank."""
+
+    ranks: tuple[RankStats, ...]
+
+    @property
+    def total(self) -> RankStats:
+        """The sum over ranks."""
+        names = [item.name for item in fields(RankStats)]
+        return RankStats(**{n: sum(getattr(rank, n) for rank in self.ranks) for n in names})
+
+
+class KVCacheManager(ABC):
+    """Gives sequences their KV memory, shares prefixes, and takes memory back.
+
+    Implemented by one rank (``RankKV``) and by the pool over many ranks.
+    """
+
+    @abstractmethod
+    def allocate(self, sequences: Sequences, num_tokens: int | Iterable[int] | None = None) -> bool:
+        """Give each sequence blocks for its first ``num_tokens`` tokens (default: all it has).
+
+        A sequence without blocks gets a single block and its cached prefix first; at least one
+        token is always left to compute. All or nothing over the list.
+
+        Returns:
+            False if memory is short: no sequence of the call holds anything new.
+
+        Raises:
+            RequestError: a sequence is empty, or longer than the pool or the model can ever hold.
+        """
+
+    def try_allocate(self, sequence: Sequence) -> bool:
+        """Allocate the whole prompt at once."""
+        return self.allocate(sequence)
+
+    @abstractmethod
+    def deallocate(self, sequences: Sequences) -> None:
+        """Cache computed blocks, release everything, reset the sequences (the seed's section 8)."""
+
+    @abstractmethod
+    def deallocate_without_cache(self, sequences: Sequences) -> None:
+        """Release everything and publish nothing; reset the sequences."""
+
+    @abstractmethod
+    def allocate_shared(self, sequence: Sequence) -> None:
+        """Give the sequence its cached prefix, and a single block, and nothing else."""
+
+    @abstractmethod
+    def cache(self, sequence: Sequence, num_tokens: int | None = None) -> None:
+        """Publish full blocks of the first ``num_tokens`` computed tokens (default: all)."""
+
+    @abstractmethod
+    def num_free_blocks(self) -> list[int]:
+        """Blocks on the free list, per rank."""
+
+    @abstractmethod
+    def num_used_blocks(self) -> list[int]:
+        """Blocks in use by sequences, per rank."""
+
+    @abstractmethod
+    def num_available_blocks(self) -> list[int]:
+        """Free and evictable blocks, per rank."""
+
+    @abstractmethod
+    def num_blocks_in_prefix_cache(self) -> list[int]:
+        """Cached blocks, per rank."""
+
+    @abstractmethod
+    def kv_cache_utilization(self) -> float:
+        """Used over total blocks, 0 to 1, the mean over ranks."""
+
+    @abstractmethod
+    def reset_prefix_cache(self) -> list[int]:
+        """Forget all cached prefixes; entries forgotten, per rank."""
+
+    @abstractmethod
+    def stats(self) -> PoolStats:
+        """Counters of all ranks."""
+
+    @abstractmethod
+    def check_integrity(self) -> None:
+        """Recompute all books; raises IntegrityError if they do not balance."""
+
+
+def flatten(sequences: Sequences) -> list[Sequence]:
+    """The sequences of a call, in order.
+
+    Raises:
+        TypeError: something else was passed.
+        ValueError: a sequence is listed twice.
+    """
+    if isinstance(sequences, Sequence):
+        return [sequences]
+    if isinstance(sequences, Request):
+        return list(sequences.sequences)
+    flat: list[Sequence] = []
+    for item in sequences:
+        if isinstance(item, Sequence):
+            flat.append(item)
+        elif isinstance(item, Request):
+            flat += item.sequences
+        else:
+            raise TypeError(f"expected a Sequence or a Request, got {type(item).__name__}")
+    if len(set(map(id, flat))) != len(flat):
+        raise ValueError(f"a sequence is listed twice among {len(flat)}")
+    return flat
+
+
+def token_targets(sequences: list[Sequence], num_tokens: int | Iterable[int] | None) -> list[int]:
+    """Tokens to cover per sequence, from what a caller of ``allocate`` passed."""
+    if num_tokens is None:
+        return [sequence.num_tokens for sequence in sequences]
+    if isinstance(num_tokens, int):
+        return [num_tokens] * len(sequences)
+    targets = list(num_tokens)
+    if len(targets) != len(sequences):
+        raise ValueError(f"{len(targets)} token counts for {len(sequences)} sequences")
+    return targets

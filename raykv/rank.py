@@ -1,0 +1,312 @@
+"""All block state of one dp_rank: managers, block tables, KV buffers (the seed's section 5)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import compress
+
+import numpy as np
+
+from raykv.config import PoolConfig
+from raykv.core.block_manager import BlockManagerImpl
+from raykv.core.block_tables import BlockTables
+from raykv.core.concurrent import ConcurrentBlockManagerImpl
+from raykv.core.kv_cache_manager import (
+    KVCacheManager,
+    PoolStats,
+    RankStats,
+    Sequences,
+    flatten,
+    token_targets,
+)
+from raykv.core.manager import AdmitRequest, BlockManager
+from raykv.core.sequence import KVCacheState, Sequence
+from raykv.core.single import SingleBlockManager
+from raykv.core.tokens import BlockIds
+from raykv.errors import IntegrityError, RequestError
+from raykv.memory.buffers import KVBuffers
+from raykv.memory.spec import KVSpec
+
+
+class RankKV(KVCacheManager):
+    """The authority on one rank's blocks. One thread owns it; it never blocks.
+
+    A running sequence's uses are kept as a row of the block table, not as a handle, so that a
+    decode step grows all rows at once.
+
+    Args:
+        config: the pool's configuration.
+        dp_rank: the rank's number.
+        spec: shape of the KV buffers; None takes it from ``config.memory``, and keeps books only
+            where that gives none.
+
+    Attributes:
+        block_manager: hands out KV blocks.
+        single_block_manager: hands out rows of the block table, one per sequence.
+        linear_state: None; linear-state caching is off.
+        buffers: the K/V memory, None when only books are kept.
+        tables: the block tables, row by single block id.
+    """
+
+    def __init__(self, config: PoolConfig, dp_rank: int = 0, spec: KVSpec | None = None) -> None:
+        self.config = config
+        self.dp_rank = dp_rank
+        self.block_size = config.block_size
+        self.block_manager = make_block_manager(config)
+        self.single_block_manager = SingleBlockManager(config.num_single_blocks)
+        self.linear_state = None
+        self.buffers = make_buffers(config, spec)
+        max_blocks = -(-config.max_tokens_per_sequence // config.block_size)
+        self.tables = BlockTables(config.num_single_blocks, max_blocks)
+        self._sequences: list[Sequence | None] = [None] * config.num_single_blocks  # by row
+        self._num_admissions = self._num_queried = self._num_hit = 0
+
+    # -- allocation -----------------------------------------------------------------------------
+
+    def allocate(self, sequences: Sequences, num_tokens: int | Iterable[int] | None = None) -> bool:
+        """See KVCacheManager (the seed's section 5.2)."""
+        members = flatten(sequences)
+        targets = token_targets(members, num_tokens)
+        needs = [self._num_blocks(*pair) for pair in zip(members, targets, strict=True)]
+        is_new = [self._is_new(sequence) for sequence in members]
+        new = list(compress(members, is_new))
+        rows, counts = self._growth(members, needs, is_new)
+        singles = self.single_block_manager.allocate(len(new))
+        if singles is None:
+            return False
+        requests = [
+            AdmitRequest(need, _shareable(sequence, self.block_size), sequence.namespace)
+            for sequence, need in zip(new, compress(needs, is_new), strict=True)
+        ]
+        # All running sequences grow as one request: their blocks come as one slice.
+        admitted = self.block_manager.admit([*requests, AdmitRequest(int(counts.sum()))])
+        if admitted is None:
+            singles.release()
+            return False
+        *grants, growth = admitted
+        for sequence, row, grant in zip(new, singles.detach().tolist(), grants, strict=True):
+            self._attach(sequence, row, grant.block_ids, grant.num_shared)
+        self.tables.append_many(rows, counts, growth.block_ids)
+        for row in rows.tolist():
+            self._sequence(row).kv_state.block_ids = self.tables.ids(row)
+        return True
+
+    def allocate_shared(self, sequence: Sequence) -> None:
+        """See KVCacheManager; a sequence that holds blocks already keeps just those."""
+        if not self._is_new(sequence):
+            return
+        single = self.single_block_manager.allocate(1)
+        if single is None:
+            return
+        shared = self.block_manager.allocate_shared(
+            _shareable(sequence, self.block_size), namespace=sequence.namespace
+        )
+        num_shared = len(shared)
+        self._attach(sequence, int(single.detach()[0]), shared.detach(), num_shared)
+
+    def cache(self, sequence: Sequence, num_tokens: int | None = None) -> None:
+        """See KVCacheManager."""
+        if self._is_new(sequence):
+            return
+        state = sequence.kv_state
+        limit = min(state.num_computed_tokens, state.num_blocks * self.block_size)
+        stop = limit if num_tokens is None else min(limit, num_tokens)
+        if stop < self.block_size:
+            return
+        blocks = self.block_manager.adopt(state.block_ids)
+        try:
+            self.block_manager.cache(
+                sequence.token_ids[:stop],
+                blocks,
+                num_existing_shared=state.num_shared_blocks,
+                namespace=sequence.namespace,
+            )
+        finally:
+            blocks.detach()
+
+    def deallocate(self, sequences: Sequences) -> None:
+        """See KVCacheManager."""
+        for sequence in flatten(sequences):
+            self.cache(sequence)
+            self._release(sequence)
+
+    def deallocate_without_cache(self, sequences: Sequences) -> None:
+        """See KVCacheManager."""
+        for sequence in flatten(sequences):
+            self._release(sequence)
+
+    def shrink(self, sequence: Sequence, num_blocks: int) -> None:
+        """Take back the blocks behind the first ``num_blocks``: how a growth is undone."""
+        if self._is_new(sequence) or sequence.kv_state.num_blocks <= num_blocks:
+            return
+        row = sequence.single_block_id
+        assert row is not None, "a sequence with blocks has a row"
+        self.block_manager.adopt(self.tables.truncate(row, num_blocks)).release()
+        sequence.kv_state.block_ids = self.tables.ids(row)
+
+    # -- counters -------------------------------------------------------------------------------
+
+    def num_free_blocks(self) -> list[int]:
+        """See KVCacheManager."""
+        return [self.block_manager.num_free_blocks]
+
+    def num_used_blocks(self) -> list[int]:
+        """See KVCacheManager."""
+        return [self.block_manager.num_used_blocks]
+
+    def num_available_blocks(self) -> list[int]:
+        """See KVCacheManager."""
+        return [self.block_manager.num_available_blocks]
+
+    def num_blocks_in_prefix_cache(self) -> list[int]:
+        """See KVCacheManager."""
+        return [self.block_manager.num_blocks_in_prefix_cache]
+
+    def kv_cache_utilization(self) -> float:
+        """See KVCacheManager."""
+        return self.block_manager.kv_cache_utilization
+
+    def reset_prefix_cache(self) -> list[int]:
+        """See KVCacheManager."""
+        return [self.block_manager.reset_prefix_cache()]
+
+    def rank_stats(self) -> RankStats:
+        """This rank's counters."""
+        manager = self.block_manager
+        return RankStats(
+            num_total_blocks=manager.num_total_blocks,
+            num_free_blocks=manager.num_free_blocks,
+            num_used_blocks=manager.num_used_blocks,
+            num_evictable_blocks=manager.num_evictable_blocks,
+            num_blocks_in_prefix_cache=manager.num_blocks_in_prefix_cache,
+            num_free_single_blocks=self.single_block_manager.num_free_blocks,
+            num_admissions_total=self._num_admissions,
+            prefix_cache_queries_total=self._num_queried,
+            prefix_cache_hits_total=self._num_hit,
+        )
+
+    def stats(self) -> PoolStats:
+        """See KVCacheManager."""
+        return PoolStats((self.rank_stats(),))
+
+    def check_integrity(self) -> None:
+        """Check both managers, the tables, and that rows, sequences and uses agree."""
+        self.block_manager.check_integrity()
+        self.single_block_manager.check_integrity()
+        self.tables.check_integrity()
+        rows = [row for row, sequence in enumerate(self._sequences) if sequence is not None]
+        if self.single_block_manager.num_used_blocks != len(rows):
+            raise IntegrityError(f"{len(rows)} sequences hold rows, but the books differ")
+        for row in rows:
+            sequence = self._sequence(row)
+            if sequence.single_block_id != row or not np.array_equal(
+                sequence.kv_state.block_ids, self.tables.ids(row)
+            ):
+                raise IntegrityError(f"row {row} and {sequence!r} disagree")
+        if self.tables.num_blocks.sum() != self.tables.num_blocks[rows].sum():
+            raise IntegrityError("a row without sequence has blocks")
+
+    # -- details --------------------------------------------------------------------------------
+
+    def _attach(self, sequence: Sequence, row: int, ids: BlockIds, num_shared: int) -> None:
+        self.tables.append(row, ids)
+        self._sequences[row] = sequence
+        sequence.dp_rank, sequence.single_block_id = self.dp_rank, row
+        sequence.kv_state = KVCacheState(
+            block_size=self.block_size,
+            block_ids=self.tables.ids(row),
+            num_shared_blocks=num_shared,
+            num_computed_tokens=num_shared * self.block_size,
+        )
+        if not sequence.counted:
+            sequence.counted = True
+            self._num_admissions += 1
+            self._num_queried += sequence.num_tokens
+            self._num_hit += num_shared * self.block_size
+
+    def _release(self, sequence: Sequence) -> None:
+        if not self._is_new(sequence):
+            row = sequence.single_block_id
+            assert row is not None, "a sequence with blocks has a row"
+            self.block_manager.adopt(self.tables.truncate(row, 0)).release()
+            self.single_block_manager.adopt(np.array([row], np.int32)).release()
+            self._sequences[row] = None
+        sequence.reset()
+
+    def _growth(
+        self, members: list[Sequence], needs: list[int], is_new: list[bool]
+    ) -> tuple[BlockIds, BlockIds]:
+        """Rows of running sequences that need more blocks, and how many; int32 [n] each."""
+        pairs = [
+            (sequence.single_block_id, need)
+            for sequence, need, new in zip(members, needs, is_new, strict=True)
+            if not new
+        ]
+        if not pairs:
+            return np.empty(0, np.int32), np.empty(0, np.int32)
+        rows, wanted = np.array(pairs, np.int32).T
+        counts = wanted - self.tables.num_blocks[rows]
+        grows = counts > 0
+        return rows[grows], counts[grows]
+
+    def _is_new(self, sequence: Sequence) -> bool:
+        row = sequence.single_block_id
+        if row is None:
+            return True
+        if sequence.dp_rank != self.dp_rank or self._sequences[row] is not sequence:
+            raise RequestError(
+                f"{sequence!r} belongs to another pool or rank: deallocate it there first"
+            )
+        return False
+
+    def _sequence(self, row: int) -> Sequence:
+        sequence = self._sequences[row]
+        assert sequence is not None, f"row {row} has no sequence"
+        return sequence
+
+    def _num_blocks(self, sequence: Sequence, num_tokens: int) -> int:
+        limit = self.config.max_tokens_per_sequence
+        if not 0 < num_tokens <= limit:
+            raise RequestError(
+                f"sequence {sequence.seq_id!r} asks for {num_tokens} tokens, but a sequence has "
+                f"1 to {limit} here ({self.block_manager.num_total_blocks} blocks of {self.block_size} "
+                f"tokens, max_model_len {self.config.max_model_len}): send a shorter prompt or "
+                "raise num_blocks or max_model_len"
+            )
+        return -(-num_tokens // self.block_size)
+
+
+def make_block_manager(config: PoolConfig) -> BlockManager:
+    """Choose the manager as the seed's section 5.1 does."""
+    kind = ConcurrentBlockManagerImpl if config.disagg_pd else BlockManagerImpl
+    return kind(
+        config.num_blocks,
+        config.block_size,
+        enable_prefix_cache=config.enable_prefix_cache,
+        hash_seed=config.hash_seed,
+        eviction=config.eviction,
+    )
+
+
+def make_buffers(config: PoolConfig, spec: KVSpec | None) -> KVBuffers | None:
+    """The rank's K/V memory, or None if the configuration describes none."""
+    memory = config.memory
+    if memory is None:
+        return None
+    if spec is None:
+        if memory.num_layers is None or memory.num_kv_heads is None or memory.head_dim is None:
+            return None
+        spec = KVSpec.uniform(
+            memory.num_layers,
+            memory.num_kv_heads,
+            memory.head_dim,
+            config.block_size,
+            memory.dtype,
+        )
+    return KVBuffers(spec, config.num_blocks, device=memory.device)
+
+
+def _shareable(sequence: Sequence, block_size: int) -> BlockIds:
+    """Tokens whose blocks may be shared: one token at least is left to compute (vLLM 11186)."""
+    num_blocks = (sequence.num_tokens - 1) // block_size
+    return sequence.token_ids[: num_blocks * block_size]
