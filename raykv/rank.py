@@ -268,7 +268,7 @@ class RankKV(KVCacheManager):
         limit = self.config.max_tokens_per_sequence
         if not 0 < num_tokens <= limit:
             raise RequestError(
-                f"sequence {sequence.seq_id!r} asks for {num_tokens} tokens, but a sequence has "
+                f"sequence {sequence.seq_id!r} asks for {num_tokens} tokens, but it can have "
                 f"1 to {limit} here ({self.block_manager.num_total_blocks} blocks of {self.block_size} "
                 f"tokens, max_model_len {self.config.max_model_len}): send a shorter prompt or "
                 "raise num_blocks or max_model_len"

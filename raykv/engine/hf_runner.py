@@ -2,6 +2,7 @@
 
 import inspect
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -224,31 +225,26 @@ def check_supported(config: Any) -> None:
 
 
 def _unsupported(config: Any) -> str | None:
-    if getattr(config, "is_encoder_decoder", False):
-        return "it is an encoder-decoder"
-    if config.get_text_config() is not config:
-        return "it is multimodal, and only its text part could run"
-    for name in ("num_attention_heads", "num_hidden_layers", "max_position_embeddings"):
-        if not isinstance(getattr(config, name, None), int):
-            return f"its config has no {name}, so it has other layers than attention"
-    if getattr(config, "kv_lora_rank", None):
-        return "it uses multi-head latent attention (MLA)"
-    window = getattr(config, "sliding_window", None)
-    windowed = window is not None and window < config.max_position_embeddings
-    kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])
+    get = partial(getattr, config)
+    sizes = ("num_attention_heads", "num_hidden_layers", "max_position_embeddings")
+    absent = [name for name in sizes if not isinstance(get(name, None), int)]
+    window, longest = get("sliding_window", None), get("max_position_embeddings", 0)
+    kinds = set(get("layer_types", None) or ["sliding_attention"])
     foreign = sorted(kinds - {"full_attention", "sliding_attention"})
-    if foreign:
-        return f"it has {', '.join(foreign)} layers"
-    if windowed and "sliding_attention" in kinds:
-        return (
-            f"it has sliding-window attention over {window} of {config.max_position_embeddings} "
-            "positions"
-        )
-    for name in ("attn_logit_softcapping", "alibi"):
-        if getattr(config, name, None):
-            return f"its attention uses {name}"
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") in {"dynamic", "longrope"}:
-        # The rotation would depend on the longest sequence that happens to be in the batch.
-        return f"its rotary embedding ({rope['rope_type']}) changes with the length of the text"
-    return None
+    windowed = "sliding_attention" in kinds and window is not None and window < longest
+    extras = [name for name in ("attn_logit_softcapping", "alibi") if get(name, None)]
+    rope = (get("rope_parameters", None) or {}).get("rope_type")
+    # A rotation that follows the longest sequence in the batch would make KV depend on neighbours.
+    changing = rope in {"dynamic", "longrope"}
+    reasons = {
+        "it is an encoder-decoder": get("is_encoder_decoder", False),
+        "it is multimodal, and only its text part could run": config.get_text_config()
+        is not config,
+        f"its config has no {', '.join(absent)}": absent,
+        "it uses multi-head latent attention (MLA)": get("kv_lora_rank", None),
+        f"it has {', '.join(foreign)} layers": foreign,
+        f"it has sliding-window attention over {window} of {longest} positions": windowed,
+        f"its attention uses {', '.join(extras)}": extras,
+        f"its rotary embedding ({rope}) changes with the length of the text": changing,
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)

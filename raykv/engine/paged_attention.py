@@ -122,7 +122,7 @@ class PagedStep:
         assert starts[-1] == len(batch.token_ids)
         assert (batch.query_lens > 0).all()
         self._prefills = [
-            self._prefill(batch, row, int(starts[row]), int(starts[row + 1]))
+            self._prefill(batch, int(row), int(starts[row]), int(starts[row + 1]))
             for row in np.flatnonzero(batch.query_lens > 1)
         ]
         decodes = np.flatnonzero(batch.query_lens == 1)
@@ -265,7 +265,7 @@ def step_groups(contexts: NDArray[np.int32], max_tokens: int) -> Iterator[tuple[
         longest = int(contexts[start])
         stop = start + max(1, max_tokens // longest)
         # Descending, so those with at least half the longest context come first.
-        stop = min(stop, int(np.searchsorted(-contexts, -(longest // 2), side="right")))
+        stop = min(stop, int(np.searchsorted(-contexts, -((longest + 1) // 2), side="right")))
         stop = max(stop, start + 1)
         yield start, stop
         start = stop
@@ -286,7 +286,9 @@ def paged_attention(
     Args:
         module: the attention layer, which knows its ``layer_idx``.
         query: ``[1, num_heads, T, head_dim]``.
-        key, value, attention_mask: not used.
+        key: not used: the step's cache has written it.
+        value: not used, likewise.
+        attention_mask: not used: the step has masks of its own.
         scaling: factor of the scores.
         kwargs: holds the step under :data:`STEP_KWARG`.
 

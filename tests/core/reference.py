@@ -261,16 +261,15 @@ class ReferenceManager:
             if block_id in self.stale:
                 num_publishable = position
                 break
-        added: dict[Key, int] = {}
-        cached = set(self.tree.values())
-        for key, block_id in zip(
-            keys[:num_publishable], handle.ids[:num_publishable], strict=True
-        ):
-            if key in self.tree:
-                continue
-            if block_id in cached or block_id in added.values():
-                raise ExpectedValueError
-            added[key] = block_id
+        ids = handle.ids[:num_publishable]
+        added = {
+            key: block_id
+            for key, block_id in zip(keys[:num_publishable], ids, strict=True)
+            if key not in self.tree
+        }
+        # One block holds one content: neither twice in the handle nor cached under other tokens.
+        if len(set(ids)) < len(ids) or not set(added.values()).isdisjoint(self.tree.values()):
+            raise ExpectedValueError
         self.tree.update(added)
         self._settle()
         return len(added)

@@ -12,22 +12,21 @@ from raykv.core import Namespace
 
 from .reference import NamespaceFields
 
-MAX_TOKENS = 20
+MAX_TOKENS = 14
 
-tokens = st.lists(st.integers(0, 1), max_size=MAX_TOKENS)
 # Long runs of one token make chains that grow in place; the tail makes them branch.
 chains = st.builds(
     lambda head, tail: [0] * head + tail,
     st.integers(0, MAX_TOKENS),
-    st.lists(st.integers(0, 2), max_size=6),
+    st.lists(st.integers(0, 1), max_size=5),
 )
-token_ids = st.one_of(tokens, chains)
+token_ids = st.one_of(chains, chains, st.lists(st.integers(0, 1), max_size=MAX_TOKENS))
 more_tokens = st.lists(st.integers(0, 1), min_size=1, max_size=8)
 
 any_int32 = st.integers(-(2**31), 2**31 - 1)
 wide_tokens = st.lists(st.one_of(any_int32, st.integers(0, 2)), max_size=MAX_TOKENS)
 
-num_blocks = st.integers(2, 24)
+num_blocks = st.one_of(st.integers(2, 24), st.integers(8, 24))
 block_size = st.integers(1, 4)
 hash_seeds = st.binary(min_size=1, max_size=32)
 
@@ -37,16 +36,19 @@ _images = st.lists(
     unique_by=lambda item: item[0],
 ).map(lambda items: tuple(sorted(items)))
 
+# Mostly the default one, or chains of different namespaces would seldom meet.
 namespace_fields = st.one_of(
-    st.just(NamespaceFields()),
-    st.just(NamespaceFields()),
     st.sampled_from(
         [
+            *[NamespaceFields()] * 6,
             NamespaceFields(tenant="a"),
             NamespaceFields(lora="a"),
             NamespaceFields(weights_version=1),
+            NamespaceFields(multimodal=((5, b"cat"),)),
+            NamespaceFields(multimodal=((5, b"dog"),)),
         ]
     ),
+    st.sampled_from([NamespaceFields()]),
     st.builds(NamespaceFields, multimodal=_images),
 )
 

@@ -307,11 +307,13 @@ def test_allocate_evicts_just_enough(make_manager):
     manager = make_manager(8, 2)
     publish(manager, run_of(2, 1, 2, 3, 4))
     assert (manager.num_free_blocks, manager.num_evictable_blocks) == (3, 4)
-    manager.allocate(3)
+    running = manager.allocate(2)
     assert manager.num_blocks_in_prefix_cache == 4
-    publish(manager, run_of(2, 9))
-    manager.allocate(2).release()
-    assert manager.num_blocks_in_prefix_cache == 3
+    more = manager.allocate(3)  # one is free, two are evicted
+    assert manager.num_blocks_in_prefix_cache == manager.num_evictable_blocks == 2
+    assert manager.num_free_blocks == 0
+    assert {int(i) for i in more.ids} == {7, 4, 3}
+    running.release()
 
 
 def test_allocate_evicts_nothing_while_free_blocks_suffice(make_manager):
@@ -827,10 +829,8 @@ def test_ancestors_become_evictable_in_the_release_of_their_last_descendant(make
     full.release()  # 1 and 2 have no reference any more, but 3 has
     (other,) = publish(manager, run_of(2, 9))  # released after them, before the tail
     tail.release()
-    manager.allocate(1)
-    kept = [manager.allocate(1) for _ in range(4)]
-    order = [int(block.ids[0]) for block in kept if block is not None]
-    assert order == [other, chain[2], chain[1], chain[0]][: len(order)]
+    kept = [manager.allocate(1) for _ in range(5)]  # the first one is free
+    assert [int(block.ids[0]) for block in kept[1:]] == [other, *chain[::-1]]
 
 
 # -- reset -----------------------------------------------------------------------------------------
@@ -921,7 +921,7 @@ def test_reset_frees_blocks_that_only_their_descendants_kept(make_manager):
     assert manager.num_free_blocks == 5
 
 
-# -- admission of a whole batch --------------------------------------------------------------------
+# -- prefix hashes ---------------------------------------------------------------------------------
 
 
 def test_prefix_hashes_name_full_blocks_of_the_tokens(make_manager):
