@@ -20,6 +20,11 @@ _HOMES = {
         "Sequence",
         "SingleBlockManager",
     ),
+    "raykv.config": ("PoolConfig",),
+    "raykv.core.kv_cache_manager": ("KVCacheManager", "PoolStats", "RankStats"),
+    "raykv.engine.params": ("SamplingParams", "TokenOutput"),
+    "raykv.pool": ("BlockManagerPool",),
+    "raykv.rank": ("RankKV",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

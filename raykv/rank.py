@@ -267,11 +267,11 @@ class RankKV(KVCacheManager):
     def _num_blocks(self, sequence: Sequence, num_tokens: int) -> int:
         limit = self.config.max_tokens_per_sequence
         if not 0 < num_tokens <= limit:
+            total = self.block_manager.num_total_blocks
             raise RequestError(
-                f"sequence {sequence.seq_id!r} asks for {num_tokens} tokens, but it can have "
-                f"1 to {limit} here ({self.block_manager.num_total_blocks} blocks of {self.block_size} "
-                f"tokens, max_model_len {self.config.max_model_len}): send a shorter prompt or "
-                "raise num_blocks or max_model_len"
+                f"sequence {sequence.seq_id!r} asks for {num_tokens} tokens, but it can have 1 to "
+                f"{limit} here ({total} blocks of {self.block_size} tokens, max_model_len "
+                f"{self.config.max_model_len}): shorten it, or raise num_blocks or max_model_len"
             )
         return -(-num_tokens // self.block_size)
 

@@ -161,7 +161,9 @@ class HFModelRunner:
             logits, step = self._run(kv, batch)
         except NotSupportedError as error:
             raise NotSupportedError(f"model type {name!r}: {error}") from error
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except torch.OutOfMemoryError:
+            raise
+        except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
             raise NotSupportedError(
                 f"model type {name!r} does not run over a paged cache: {error!r}"
             ) from error

@@ -118,7 +118,7 @@ def resolve_model(model: str) -> Path | str:
     if model in KNOWN_MODELS:
         return pull(model)
     folder = Path(model).expanduser()
-    if folder.is_dir():
+    if model and folder.is_dir():
         missing = [] if (folder / "config.json").is_file() else ["config.json"]
         if not any(next(folder.glob(f"*.{kind}"), None) for kind in ("safetensors", "bin")):
             missing.append("weights (*.safetensors or *.bin)")

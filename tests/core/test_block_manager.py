@@ -130,9 +130,7 @@ def test_release_without_deallocate_settles_the_used_count(make_manager):
     check_drained(manager)
 
 
-@pytest.mark.parametrize(
-    "last", ["sequence", "fork", "prefix cache", "copy in flight"]
-)
+@pytest.mark.parametrize("last", ["sequence", "fork", "prefix cache", "copy in flight"])
 def test_an_id_returns_to_the_free_list_only_with_its_last_reference(make_manager, last):
     manager = make_manager(4, 2)
     sequence = manager.allocate(1)

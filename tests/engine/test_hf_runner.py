@@ -312,12 +312,32 @@ def test_refused_before_weights_are_read(tmp_path, config, reason):
     assert config.model_type in str(caught.value)
 
 
-def test_a_model_that_bypasses_the_attention_interface_is_refused():
-    config = transformers.BloomConfig(
-        vocab_size=64, hidden_size=32, n_layer=2, n_head=4, max_position_embeddings=64
-    )
-    with pytest.raises(NotSupportedError, match="bloom"):
-        HFModelRunner(transformers.BloomForCausalLM(config), 4)
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (transformers.BloomConfig(max_position_embeddings=64), "does not run over a paged cache"),
+        (
+            transformers.StableLmConfig(
+                num_attention_heads=4, num_key_value_heads=4, intermediate_size=48
+            ),
+            "no keyword arguments",
+        ),
+    ],
+    ids=lambda value: getattr(value, "model_type", value),
+)
+def test_a_model_that_bypasses_the_attention_interface_is_refused_at_load(config, reason):
+    config.update({"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "pad_token_id": 0})
+    config.update({"num_attention_heads": 4})
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(NotSupportedError, match=f"{config.model_type}.*{reason}"):
+        HFModelRunner(model, 4)
+
+
+def test_keys_of_another_shape_than_the_config_says_are_refused(tiny_llama):
+    model = copy.deepcopy(tiny_llama)
+    model.config.num_key_value_heads = 4
+    with pytest.raises(NotSupportedError, match="heads differ"):
+        HFModelRunner(model, 4)
 
 
 def test_missing_files_and_weights_are_named(tmp_path, tiny_llama):

@@ -144,7 +144,8 @@ model_store.pull("fake", cache_dir=Path(sys.argv[1]))
     script = script.replace("= KnownModel(", "= model_store.KnownModel(")
     cache = tmp_path / "cache"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    ended = subprocess.run([sys.executable, "-c", script, str(cache)], env=env, check=False)
+    command = [sys.executable, "-c", script, str(cache)]
+    ended = subprocess.run(command, env=env, check=False)  # noqa: S603
     assert ended.returncode == -9
     assert len(list(cache.iterdir())) == 2, "the lock and a half-made build"
     monkeypatch.setattr(model_store, "_convert", small_conversion)
@@ -205,7 +206,7 @@ def test_resolve_checks_a_folder_and_passes_a_hub_id(tmp_path):
     with pytest.raises(ConfigError, match=r"config\.json and weights .* missing"):
         resolve_model(str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match="weights .* missing"):
+    with pytest.raises(ConfigError, match=r"weights .* missing"):
         resolve_model(str(tmp_path))
     (tmp_path / "model.safetensors").write_bytes(b"")
     assert resolve_model(str(tmp_path)) == tmp_path

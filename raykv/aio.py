@@ -1,0 +1,106 @@
+"""The pool for asynchronous code: nothing here blocks the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+from raykv.core.namespace import DEFAULT, Namespace
+from raykv.engine.params import SamplingParams, TokenDelta, TokenOutput
+
+if TYPE_CHECKING:
+    from raykv.pool import BlockManagerPool, Prompts
+
+_THREADED = (
+    "abort", "allocate", "allocate_shared", "cache", "check_integrity", "close", "deallocate",
+    "deallocate_without_cache", "kv_cache_utilization", "num_available_blocks",
+    "num_blocks_in_prefix_cache", "num_free_blocks", "num_used_blocks", "reset_prefix_cache",
+    "select_rank", "stats", "try_allocate",
+)  # fmt: skip
+
+
+class AsyncPool:
+    """Coroutines named and meant like the pool's methods; get it as ``pool.aio``.
+
+    Short calls run on a worker thread. Cancelling a task that awaits ``generate`` or iterates over
+    ``stream`` aborts its requests.
+    """
+
+    def __init__(self, pool: BlockManagerPool) -> None:
+        self._pool = pool
+
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+        if name not in _THREADED:
+            raise AttributeError(f"the pool has no coroutine {name!r}")
+        method = getattr(self._pool, name)
+
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            return await asyncio.to_thread(method, *args, **kwargs)
+
+        call.__name__, call.__doc__ = name, method.__doc__
+        return call
+
+    async def generate(
+        self,
+        prompts: Prompts,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        namespace: Namespace = DEFAULT,
+        dp_rank: int | None = None,
+    ) -> list[TokenOutput]:
+        """See BlockManagerPool.generate."""
+        outputs: dict[str, TokenOutput] = {}
+        names: list[str] = []
+        async for delta in self._deltas(prompts, params, request_id, namespace, dp_rank, names):
+            if delta.output is not None:
+                outputs[delta.request_id] = delta.output
+        return [outputs[name] for name in names]
+
+    async def stream(
+        self,
+        prompt: Prompts,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        namespace: Namespace = DEFAULT,
+        dp_rank: int | None = None,
+    ) -> AsyncIterator[TokenDelta]:
+        """Yield tokens as they come; the last delta of each request carries its output."""
+        async for delta in self._deltas(prompt, params, request_id, namespace, dp_rank, []):
+            yield delta
+
+    async def _deltas(  # noqa: PLR0917 - private, and all its callers have all of them
+        self,
+        prompts: Prompts,
+        params: SamplingParams | None,
+        request_id: str | None,
+        namespace: Namespace,
+        dp_rank: int | None,
+        names: list[str],
+    ) -> AsyncIterator[TokenDelta]:
+        pool, loop = self._pool, asyncio.get_running_loop()
+        queue: asyncio.Queue[TokenDelta] = asyncio.Queue()
+
+        def listen(delta: TokenDelta) -> None:
+            loop.call_soon_threadsafe(queue.put_nowait, delta)
+
+        requests = await asyncio.to_thread(
+            pool.make_requests, prompts, params, request_id, namespace
+        )
+        names += [request.request_id for request in requests]
+        left = set(names)
+        try:
+            await asyncio.to_thread(pool.start, requests, [listen] * len(requests), dp_rank)
+            while left:
+                delta = await queue.get()
+                if delta.error is not None:
+                    raise delta.error
+                if delta.is_last:
+                    left.discard(delta.request_id)
+                yield delta
+        finally:
+            # Closing the iterator or cancelling the task must not wait for the ranks.
+            for name in left:
+                loop.run_in_executor(None, pool.abort, name)

@@ -1,0 +1,263 @@
+"""One rank's engine: schedules, runs the model, samples, publishes, finishes."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import time
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raykv.core.sequence import Sequence
+from raykv.errors import RaykvError, RequestError
+from raykv.rank import RankKV
+
+from .batch import ModelRunner, StepBatch
+from .params import EngineLimits, GenerationRequest, SamplingParams, StopReason, TokenDelta
+from .sampler import log_probs, sample, top
+from .scheduler import Scheduler, Task
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Totals since the engine's start.
+
+    Attributes:
+        num_waiting: requests without memory now.
+        num_running: requests with memory now.
+        num_steps: forward passes.
+        num_computed_tokens: tokens that went through the model.
+        num_generated_tokens: tokens produced.
+        num_preemptions: times that a sequence lost its memory.
+        model_s: seconds in the model runner.
+        step_s: seconds in steps, the model included.
+    """
+
+    num_waiting: int = 0
+    num_running: int = 0
+    num_steps: int = 0
+    num_computed_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_preemptions: int = 0
+    model_s: float = 0.0
+    step_s: float = 0.0
+
+
+class Engine:
+    """Serves requests on one rank; usable without Ray. One thread calls it.
+
+    Args:
+        model: runs the model over ``rank_kv``'s buffers.
+        rank_kv: the rank's KV.
+        max_num_batched_tokens: tokens that one step computes at most.
+        eos_token_ids: tokens that end an output.
+        detokenize: turns tokens into text, for stop strings.
+        clock: seconds, for the timings that outputs report; decisions never look at it.
+    """
+
+    def __init__(
+        self,
+        model: ModelRunner,
+        rank_kv: RankKV,
+        *,
+        max_num_batched_tokens: int = 512,
+        eos_token_ids: SequenceOf[int] = (),
+        detokenize: Callable[[SequenceOf[int]], str] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.model = model
+        self.kv = rank_kv
+        self.limits = EngineLimits(
+            vocab_size=model.vocab_size,
+            max_model_len=min(model.max_model_len, rank_kv.config.max_tokens_per_sequence),
+            has_detokenizer=detokenize is not None,
+        )
+        self.scheduler = Scheduler(
+            rank_kv,
+            max_num_seqs=rank_kv.config.max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+        )
+        self._eos = frozenset(eos_token_ids)
+        self._detokenize = detokenize
+        self._clock = clock
+        self._arrivals = itertools.count()
+        self._tasks: dict[tuple[str, str], Task] = {}  # by driver id and request id
+        self._aborted: list[tuple[str, TokenDelta]] = []
+        self._num_steps = self._num_computed = self._num_generated = 0
+        self._model_s = self._step_s = 0.0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self._tasks or self._aborted)
+
+    def submit(self, requests: Iterable[GenerationRequest], driver_id: str = "") -> None:
+        """Take requests into the waiting line, all or none.
+
+        Args:
+            requests: what to generate.
+            driver_id: who asks; request ids are unique per driver.
+
+        Raises:
+            RequestError: one can never be served, or its id is in use.
+        """
+        requests = list(requests)
+        for request in requests:
+            self.limits.check(request)
+        ids = [(driver_id, request.request_id) for request in requests]
+        taken = next((key for key in ids if key in self._tasks or ids.count(key) > 1), None)
+        if taken is not None:
+            raise RequestError(f"request {taken[1]} exists already: use a fresh id")
+        for key, request in zip(ids, requests, strict=True):
+            params = request.params
+            sequence = Sequence(
+                request.token_ids, namespace=request.namespace, max_new_tokens=params.max_tokens
+            )
+            seed = secrets.randbits(63) if params.seed is None else params.seed
+            arrival = next(self._arrivals)
+            task = Task(request, driver_id, arrival, sequence, seed, times=[self._clock()])
+            self._tasks[key] = task
+            self.scheduler.add(task)
+
+    def abort(self, request_ids: Iterable[str], driver_id: str = "") -> None:
+        """End requests in whatever state they are; the next step reports them.
+
+        Ids that are not, or no longer, known are passed by.
+        """
+        for request_id in request_ids:
+            task = self._tasks.pop((driver_id, request_id), None)
+            if task is not None:
+                output = task.output("abort", self.kv.dp_rank, self._clock())
+                self.scheduler.remove(task)
+                self._aborted.append((driver_id, TokenDelta(request_id, output=output)))
+
+    def step(self) -> list[tuple[str, TokenDelta]]:
+        """Run the model once over what the scheduler chose.
+
+        Returns:
+            What that produced, each with the driver it belongs to.
+
+        An error of the model fails the requests of the batch and gives their memory back without
+        publishing it; the others go on.
+        """
+        start = self._clock()
+        deltas, self._aborted = self._aborted, []
+        step = self.scheduler.schedule()
+        if not step:
+            return deltas
+        for task, _ in step:
+            if len(task.times) == 1:
+                task.times.append(start)
+        begin = self._clock()
+        try:
+            logits = self.model.forward(self._batch(step))
+        except Exception as error:  # noqa: BLE001 - whatever the model throws must not end the rank
+            return deltas + [(task.driver_id, self._fail(task, error)) for task, _ in step]
+        now = self._clock()
+        self._model_s += now - begin
+        rows = iter(logits)
+        for task, count in step:
+            task.sequence.kv_state.num_computed_tokens += count
+            if count > 1:  # a prefill, or a piece of one: others may share it from now on
+                self.kv.cache(task.sequence)
+            if task.num_remaining == 0:
+                deltas.append((task.driver_id, self._advance(task, next(rows), now)))
+        self._num_steps += 1
+        self._num_computed += sum(count for _, count in step)
+        self._num_generated += len(logits)
+        self._step_s += self._clock() - start
+        return deltas
+
+    def stats(self) -> EngineStats:
+        """Totals since the start."""
+        return EngineStats(
+            num_waiting=len(self.scheduler.waiting),
+            num_running=len(self.scheduler.running),
+            num_steps=self._num_steps,
+            num_computed_tokens=self._num_computed,
+            num_generated_tokens=self._num_generated,
+            num_preemptions=self.scheduler.num_preemptions,
+            model_s=self._model_s,
+            step_s=self._step_s,
+        )
+
+    def check_integrity(self) -> None:
+        """Check the scheduler's lines and the rank's books; raises IntegrityError."""
+        self.scheduler.check_integrity()
+        self.kv.check_integrity()
+
+    def _batch(self, step: list[tuple[Task, int]]) -> StepBatch:
+        """Pack the step without padding; block tables are rows of the rank's dense array."""
+        counts = np.array([count for _, count in step], np.int32)
+        sequences = [task.sequence for task, _ in step]
+        starts = np.array([s.kv_state.num_computed_tokens for s in sequences], np.int32)
+        rows = np.array([s.single_block_id for s in sequences])
+        contexts = starts + counts
+        size = self.kv.block_size
+        tables = self.kv.tables.table[rows, : -(-int(contexts.max()) // size)]
+        ends = np.cumsum(counts)
+        positions = np.arange(ends[-1], dtype=np.int32)
+        positions += np.repeat(starts - (ends - counts), counts).astype(np.int32)
+        owners = np.repeat(np.arange(len(step)), counts)
+        index, offset = np.divmod(positions, size)
+        slots = tables[owners, index].astype(np.int64) * size + offset
+        tokens = [s.token_ids[a:b] for s, a, b in zip(sequences, starts, contexts, strict=True)]
+        totals = np.array([s.num_tokens for s in sequences])
+        return StepBatch(
+            token_ids=np.concatenate(tokens),
+            positions=positions,
+            query_lens=counts,
+            context_lens=contexts,
+            block_tables=tables,
+            slot_ids=slots,
+            logit_rows=(ends - 1)[contexts == totals].astype(np.int32),
+        )
+
+    def _advance(self, task: Task, logits: NDArray[np.float32], now: float) -> TokenDelta:
+        """Choose the next token of a sequence that has computed all it knows."""
+        params, sequence = task.request.params, task.sequence
+        position = sequence.num_tokens
+        token = sample(logits, params, task.seed, task.request.sample_index, position)
+        sequence.append(token)
+        if params.logprobs:
+            values = log_probs(logits)
+            task.log_probs.append(float(values[token]))
+            if params.logprobs > 1:
+                task.top_log_probs.append(top(values, params.logprobs))
+        if len(task.times) == 2:
+            task.times.append(now)
+        reason = self._stop_reason(task, token, params)
+        if reason is None:
+            return TokenDelta(task.request.request_id, (token,))
+        output = task.output(reason, self.kv.dp_rank, now)
+        del self._tasks[task.driver_id, task.request.request_id]
+        self.scheduler.remove(task)
+        return TokenDelta(task.request.request_id, (token,), output)
+
+    def _stop_reason(self, task: Task, token: int, params: SamplingParams) -> StopReason | None:
+        if token in params.stop_token_ids or (token in self._eos and not params.ignore_eos):
+            return "stop"
+        if params.stop and self._detokenize is not None:
+            text = self._detokenize(task.produced)
+            if any(stop in text for stop in params.stop):
+                return "stop"
+        sequence = task.sequence
+        num_produced = sequence.num_tokens - sequence.num_prompt_tokens
+        if num_produced >= params.max_tokens or sequence.num_tokens >= self.limits.max_model_len:
+            return "length"
+        return None
+
+    def _fail(self, task: Task, error: Exception) -> TokenDelta:
+        request_id = task.request.request_id
+        del self._tasks[task.driver_id, request_id]
+        self.scheduler.remove(task, publish=False)
+        if not isinstance(error, RaykvError):
+            error = RaykvError(
+                f"request {request_id}: the model failed with {type(error).__name__}: {error}; "
+                "its memory was given back, send it again or look into the model"
+            )
+        return TokenDelta(request_id, error=error)

@@ -1,0 +1,177 @@
+"""What callers ask of the engine, and what they get back. Names are vLLM's where it has one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raykv.core.namespace import DEFAULT, Namespace
+from raykv.errors import RaykvError, RequestError
+
+StopReason: TypeAlias = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to continue a prompt.
+
+    Attributes:
+        max_tokens: tokens to produce at most.
+        temperature: 0 takes the likeliest token; above, the distribution is flattened by it.
+        top_p: sample among the likeliest tokens that together have this probability.
+        seed: makes sampling repeatable, whatever else runs; None draws one.
+        stop: strings that end the output as soon as its text contains one of them.
+        stop_token_ids: tokens that end the output, besides the model's own end-of-sequence ids.
+        logprobs: 0 reports no log-probabilities; 1 those of the tokens chosen; k > 1 also the k
+            likeliest tokens at each position.
+        ignore_eos: go on after the model's end-of-sequence token.
+        n: independent continuations of the prompt.
+
+    Raises:
+        RequestError: a value is out of range.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int = 0
+    ignore_eos: bool = False
+    n: int = 1
+
+    def __post_init__(self) -> None:
+        checks = {
+            "max_tokens": (self.max_tokens >= 1, "at least 1"),
+            "temperature": (0 <= self.temperature < float("inf"), "0 or more"),
+            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
+            "seed": (self.seed is None or 0 <= self.seed < 2**63, "between 0 and 2**63 - 1"),
+            "stop": (type(self.stop) is tuple and all(self.stop), "a tuple of non-empty strings"),
+            "logprobs": (self.logprobs >= 0, "0 or more"),
+            "n": (self.n >= 1, "at least 1"),
+        }
+        for name, (holds, rule) in checks.items():
+            if not holds:
+                raise RequestError(f"{name} is {getattr(self, name)!r}, but must be {rule}")
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One continuation to compute, as it travels to a rank.
+
+    Attributes:
+        request_id: unique among the requests of its driver.
+        token_ids: int32 [n], the prompt.
+        params: how to continue it.
+        namespace: with whom its KV may be shared.
+        sample_index: which of the ``params.n`` continuations it is.
+    """
+
+    request_id: str
+    token_ids: NDArray[np.int32]
+    params: SamplingParams
+    namespace: Namespace = DEFAULT
+    sample_index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOutput:
+    """A finished continuation.
+
+    Attributes:
+        request_id: which request it answers.
+        token_ids: the tokens produced, a final stop token included.
+        log_probs: log-probability of each of them; empty unless asked for.
+        stop_reason: ``stop`` (end-of-sequence, stop token or string), ``length`` or ``abort``.
+        num_cached_tokens: prompt tokens that the first admission found in the prefix cache.
+        num_preempted: times that its memory was taken away and recomputed.
+        weights_version: version of the weights that produced it.
+        top_log_probs: per token the likeliest tokens and their log-probabilities.
+        sample_index: which of the ``n`` continuations it is.
+        dp_rank: the rank that produced it.
+        queue_s: seconds from submission to the first step that computed it.
+        prefill_s: seconds from there to the first token.
+        decode_s: seconds from there to the last token.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    log_probs: tuple[float, ...] = ()
+    stop_reason: StopReason = "stop"
+    num_cached_tokens: int = 0
+    num_preempted: int = 0
+    weights_version: int = 0
+    top_log_probs: tuple[tuple[tuple[int, float], ...], ...] = ()
+    sample_index: int = 0
+    dp_rank: int = 0
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDelta:
+    """What one engine step produced for one request.
+
+    Attributes:
+        request_id: which request it belongs to.
+        token_ids: new tokens.
+        output: the finished output, with the last delta.
+        error: why the request failed, in place of an output.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    output: TokenOutput | None = None
+    error: RaykvError | None = None
+
+    @property
+    def is_last(self) -> bool:
+        """Whether nothing follows."""
+        return self.output is not None or self.error is not None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """What an engine can serve; drivers check requests against it before they travel.
+
+    Attributes:
+        vocab_size: token ids are 0..vocab_size-1.
+        max_model_len: tokens that a sequence may reach, prompt and output.
+        has_detokenizer: whether stop strings work.
+    """
+
+    vocab_size: int
+    max_model_len: int
+    has_detokenizer: bool = False
+
+    def check(self, request: GenerationRequest) -> None:
+        """Refuse what can never be served.
+
+        Raises:
+            RequestError: the prompt is empty, too long, or holds a token that does not exist; or
+                stop strings were given and there is no tokenizer.
+        """
+        tokens, name = request.token_ids, request.request_id
+        if len(tokens) == 0:
+            raise RequestError(f"{name}: the prompt is empty; send at least one token")
+        if len(tokens) >= self.max_model_len:
+            raise RequestError(
+                f"{name}: the prompt has {len(tokens)} tokens, but prompt and output "
+                f"together have room for {self.max_model_len}: shorten it, or raise num_blocks or "
+                "max_model_len"
+            )
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= self.vocab_size:
+            raise RequestError(
+                f"{name}: token id {low if low < 0 else high} is outside the vocabulary "
+                f"0..{self.vocab_size - 1}; use the tokenizer of the model that is served"
+            )
+        if request.params.stop and not self.has_detokenizer:
+            raise RequestError(
+                f"{name}: stop strings need a tokenizer, and the model has none; use stop_token_ids"
+            )

@@ -1,0 +1,194 @@
+"""Which sequences compute how many tokens in the next step: continuous batching.
+
+A pure state machine over one rank's KV: no model, no clock, no threads. Every running sequence has
+at least one token to compute; one that has just one left decodes, the others prefill, in chunks.
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass, field
+
+from raykv.core.kv_cache_manager import KVCacheManager
+from raykv.core.sequence import Sequence
+from raykv.errors import IntegrityError
+
+from .params import GenerationRequest, TokenOutput
+
+_MAX_BYPASSES = 16
+_MAX_LOOKAHEAD = 8
+
+
+@dataclass(slots=True, eq=False)
+class Task:
+    """One request on its way through the engine.
+
+    Attributes:
+        request: what was asked for.
+        driver_id: by whom.
+        arrival: its place in line, kept over preemption.
+        sequence: its tokens and KV.
+        seed: of its random numbers.
+        num_cached_tokens: hit of the first admission; None before it.
+        num_preempted: times preempted.
+        num_bypassed: times that a later request was admitted while this one headed the line.
+        log_probs: per produced token, if asked for.
+        top_log_probs: likewise.
+        times: seconds on the engine's clock when it was submitted, first computed, and when its
+            first token came.
+    """
+
+    request: GenerationRequest
+    driver_id: str
+    arrival: int
+    sequence: Sequence
+    seed: int
+    num_cached_tokens: int | None = None
+    num_preempted: int = 0
+    num_bypassed: int = 0
+    log_probs: list[float] = field(default_factory=list)
+    top_log_probs: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens that are known but not computed."""
+        return self.sequence.num_tokens - self.sequence.kv_state.num_computed_tokens
+
+    @property
+    def produced(self) -> tuple[int, ...]:
+        """Tokens produced so far."""
+        tokens = self.sequence.token_ids[self.sequence.num_prompt_tokens :]
+        return tuple(tokens.tolist())
+
+    def output(self, stop_reason: str, dp_rank: int, now: float) -> TokenOutput:
+        """What the caller gets."""
+        marks = [*self.times, *[now] * (4 - len(self.times))]
+        return TokenOutput(
+            request_id=self.request.request_id,
+            token_ids=self.produced,
+            log_probs=tuple(self.log_probs),
+            stop_reason=stop_reason,  # type: ignore[arg-type]
+            num_cached_tokens=self.num_cached_tokens or 0,
+            num_preempted=self.num_preempted,
+            weights_version=self.request.namespace.weights_version,
+            top_log_probs=tuple(self.top_log_probs),
+            sample_index=self.request.sample_index,
+            dp_rank=dp_rank,
+            queue_s=marks[1] - marks[0],
+            prefill_s=marks[2] - marks[1],
+            decode_s=marks[3] - marks[2],
+        )
+
+
+class Scheduler:
+    """Decides who computes what; owns the waiting line and the running set.
+
+    Args:
+        kv: where memory comes from.
+        max_num_seqs: sequences that run at a time.
+        max_num_batched_tokens: tokens that one step computes.
+
+    Attributes:
+        waiting: tasks without memory, oldest first.
+        running: tasks with memory, oldest first.
+        num_preemptions: how often memory was taken away, since the start.
+    """
+
+    def __init__(
+        self, kv: KVCacheManager, *, max_num_seqs: int, max_num_batched_tokens: int
+    ) -> None:
+        self.waiting: list[Task] = []
+        self.running: list[Task] = []
+        self.num_preemptions = 0
+        self._kv = kv
+        self._max_num_seqs = max_num_seqs
+        # Each running sequence decodes at least, whatever the budget for prefills says.
+        self._budget = max(max_num_batched_tokens, 1)
+
+    def add(self, task: Task) -> None:
+        """Put a task into the line, at the place of its arrival."""
+        bisect.insort(self.waiting, task, key=_arrival)
+
+    def remove(self, task: Task, *, publish: bool = True) -> None:
+        """Take a task out, wherever it is, and give back all that it holds."""
+        (self.running if task in self.running else self.waiting).remove(task)
+        if publish:
+            self._kv.deallocate(task.sequence)
+        else:
+            self._kv.deallocate_without_cache(task.sequence)
+
+    def schedule(self) -> list[tuple[Task, int]]:
+        """Tasks of the next step with the tokens each computes: decodes first, then prefills."""
+        preempted = self._grow_decodes()
+        step = [(task, 1) for task in self.running if task.num_remaining == 1]
+        budget = self._budget - len(step)
+        for task in self.running:
+            if task.num_remaining > 1 and budget > 0:
+                count = min(task.num_remaining, budget)
+                step.append((task, count))
+                budget -= count
+        # What was just preempted would come straight back and be preempted again.
+        while budget > 0 and not preempted and len(self.running) < self._max_num_seqs:
+            admitted = self._admit_next()
+            if admitted is None:
+                break
+            count = min(admitted.num_remaining, budget)
+            step.append((admitted, count))
+            budget -= count
+        return step
+
+    def _grow_decodes(self) -> bool:
+        """Give each decoding sequence room for its next token, at the cost of the youngest."""
+        preempted = False
+        while True:
+            decodes = [task.sequence for task in self.running if task.num_remaining == 1]
+            if not decodes or self._kv.allocate(decodes):
+                return preempted
+            self._preempt(self.running[-1])
+            preempted = True
+
+    def _preempt(self, task: Task) -> None:
+        self.running.remove(task)
+        self._kv.deallocate(task.sequence)  # what it computed stays findable while memory lasts
+        task.num_preempted += 1
+        self.num_preemptions += 1
+        self.add(task)
+
+    def _admit_next(self) -> Task | None:
+        """Admit the oldest waiting task, or a later one that fits while the oldest does not.
+
+        The oldest is overtaken a bounded number of times, so that small requests cannot starve it.
+        """
+        for index, task in enumerate(self.waiting[: 1 + _MAX_LOOKAHEAD]):
+            if index and self.waiting[0].num_bypassed >= _MAX_BYPASSES:
+                return None
+            if not self._kv.allocate(task.sequence):
+                continue
+            if index:
+                self.waiting[0].num_bypassed += 1
+            del self.waiting[index]
+            bisect.insort(self.running, task, key=_arrival)
+            if task.num_cached_tokens is None:
+                task.num_cached_tokens = task.sequence.kv_state.num_computed_tokens
+            return task
+        return None
+
+    def check_integrity(self) -> None:
+        """Running tasks hold memory and have work; waiting ones hold none; both are in order.
+
+        Raises:
+            IntegrityError: something disagrees.
+        """
+        for line, has_memory in ((self.waiting, False), (self.running, True)):
+            if [task.arrival for task in line] != sorted(task.arrival for task in line):
+                raise IntegrityError("scheduler: a line is out of order")
+            for task in line:
+                if (task.sequence.single_block_id is not None) != has_memory:
+                    raise IntegrityError(f"scheduler: {task.sequence!r} is in the wrong line")
+                if has_memory and task.num_remaining < 1:
+                    raise IntegrityError(f"scheduler: {task.sequence!r} has nothing to compute")
+
+
+def _arrival(task: Task) -> int:
+    return task.arrival

@@ -1,0 +1,113 @@
+"""A rank in the driver's own process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from typing import TypeVar
+
+from raykv.core.kv_cache_manager import RankStats
+from raykv.core.sequence import Sequence
+from raykv.engine.params import GenerationRequest, TokenDelta
+from raykv.engine.worker import RankWorker
+from raykv.errors import NotSupportedError, RankUnavailableError
+from raykv.rank import RankKV
+from raykv.rank_handle import Done, RankHandle, Reply
+from raykv.rank_service import undo
+
+T = TypeVar("T")
+
+
+class LocalRank(RankHandle):
+    """A rank in this process. Without an engine, calls run on the caller's thread.
+
+    Attributes:
+        kv: the rank's block state.
+        worker: the thread that owns it, where an engine runs.
+    """
+
+    def __init__(self, kv: RankKV, worker: RankWorker | None = None) -> None:
+        self.kv = kv
+        self.worker = worker
+        self.dp_rank = kv.dp_rank
+        self.limits = None if worker is None else worker.engine.limits
+        self._lock = threading.RLock()
+        self._closed = False
+
+    @property
+    def stats(self) -> RankStats:
+        """The rank's counters now."""
+        if self.worker is not None:
+            return self.worker.stats
+        with self._lock:
+            return self.kv.rank_stats()
+
+    def allocate(self, sequences: list[Sequence], num_tokens: list[int]) -> Reply[bool]:
+        """See RankHandle."""
+        return self._do(lambda: self.kv.allocate(sequences, num_tokens))
+
+    def allocate_shared(self, sequence: Sequence) -> Reply[None]:
+        """See RankHandle."""
+        return self._do(lambda: self.kv.allocate_shared(sequence))
+
+    def cache(self, sequence: Sequence, num_tokens: int | None) -> Reply[None]:
+        """See RankHandle."""
+        return self._do(lambda: self.kv.cache(sequence, num_tokens))
+
+    def release(self, sequences: list[Sequence], *, publish: bool) -> Reply[None]:
+        """See RankHandle."""
+        release = self.kv.deallocate if publish else self.kv.deallocate_without_cache
+        return self._do(lambda: release(sequences))
+
+    def undo(self, sequences: list[Sequence], num_blocks: list[int | None]) -> Reply[None]:
+        """See RankHandle."""
+        return self._do(lambda: undo(self.kv, sequences, num_blocks))
+
+    def reset_prefix_cache(self) -> Reply[int]:
+        """See RankHandle."""
+        return self._do(lambda: self.kv.reset_prefix_cache()[0])
+
+    def check_integrity(self) -> Reply[None]:
+        """See RankHandle."""
+        owner = self.kv if self.worker is None else self.worker.engine
+        return self._do(owner.check_integrity)
+
+    def refresh(self) -> Reply[None]:
+        """See RankHandle."""
+        return self._do(lambda: None)
+
+    def submit(self, requests: SequenceOf[GenerationRequest]) -> Reply[None]:
+        """See RankHandle."""
+        worker = self._engine()
+        return worker.call(lambda: worker.engine.submit(requests))
+
+    def abort(self, request_ids: SequenceOf[str]) -> Reply[None]:
+        """See RankHandle."""
+        worker = self._engine()
+        return worker.call(lambda: worker.engine.abort(request_ids))
+
+    def poll(self, wait_s: float) -> list[TokenDelta]:
+        """See RankHandle."""
+        return self._engine().poll("", wait_s)
+
+    def close(self) -> None:
+        """See RankHandle."""
+        self._closed = True
+        if self.worker is not None:
+            self.worker.close()
+
+    def _do(self, function: Callable[[], T]) -> Reply[T]:
+        if self._closed:
+            raise RankUnavailableError(f"rank {self.dp_rank} was closed: make a new pool")
+        if self.worker is not None:
+            return self.worker.call(function)
+        with self._lock:
+            return Done(function())
+
+    def _engine(self) -> RankWorker:
+        if self.worker is None:
+            raise NotSupportedError(
+                f"rank {self.dp_rank} has no engine: configure a model to generate"
+            )
+        return self.worker

@@ -1,0 +1,341 @@
+"""The pool: routes sequences to ranks, batches calls, generates (the seed's section 5)."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+from types import TracebackType
+from typing import Any, Self, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raykv.aio import AsyncPool
+from raykv.config import PoolConfig
+from raykv.core.kv_cache_manager import (
+    KVCacheManager,
+    PoolStats,
+    RankStats,
+    Sequences,
+    flatten,
+    token_targets,
+)
+from raykv.core.namespace import DEFAULT, Namespace
+from raykv.core.sequence import Sequence
+from raykv.core.tokens import TokenIds, as_tokens
+from raykv.engine.build import build_rank, load_tokenizer
+from raykv.engine.params import GenerationRequest, SamplingParams, TokenDelta, TokenOutput
+from raykv.engine.worker import RankWorker
+from raykv.errors import NotSupportedError, RequestError
+from raykv.generation import Generations, Listener, sample_id
+from raykv.local_rank import LocalRank
+from raykv.rank_handle import RankHandle, Reply
+from raykv.routing import Router
+
+Prompts: TypeAlias = str | TokenIds | SequenceOf[str | TokenIds]
+"""One prompt or several, each as text or token ids."""
+
+
+class BlockManagerPool(KVCacheManager):
+    """All ranks as one KV cache manager. Make one with ``local`` or ``raykv.actors.launch``.
+
+    Args:
+        config: what the ranks were made from.
+        ranks: one handle per dp_rank, in order.
+    """
+
+    def __init__(self, config: PoolConfig, ranks: list[RankHandle]) -> None:
+        self.config = config
+        self.ranks = ranks
+        self._router = Router(config.routing, len(ranks))
+        self._generations = Generations(ranks, self._router, config.block_size)
+        self._tokenizer: Any = None
+
+    @classmethod
+    def local(cls, config: PoolConfig) -> Self:
+        """A pool whose ranks live in this process, without Ray.
+
+        Raises:
+            ConfigError: the model or the memory cannot be had.
+        """
+        config = config.with_seed()
+        ranks: list[RankHandle] = []
+        for dp_rank in range(config.dp_size):
+            kv, engine = build_rank(config, dp_rank)
+            ranks.append(LocalRank(kv, None if engine is None else RankWorker(engine)))
+        return cls(config, ranks)
+
+    # -- your scheduler -------------------------------------------------------------------------
+
+    def allocate(self, sequences: Sequences, num_tokens: int | Iterable[int] | None = None) -> bool:
+        """See KVCacheManager. One call per rank, all ranks at once."""
+        members = flatten(sequences)
+        targets = token_targets(members, num_tokens)
+        groups: dict[int, tuple[list[Sequence], list[int]]] = {}
+        for rank, sequence, target in zip(
+            self._select(members, targets), members, targets, strict=True
+        ):
+            group = groups.setdefault(rank, ([], []))
+            group[0].append(sequence)
+            group[1].append(target)
+        if len(groups) == 1:
+            [(rank, (group_members, group_targets))] = groups.items()
+            return self.ranks[rank].allocate(group_members, group_targets).result()
+        return self._allocate_over_ranks(groups)
+
+    def deallocate(self, sequences: Sequences) -> None:
+        """See KVCacheManager."""
+        self._release(sequences, publish=True)
+
+    def deallocate_without_cache(self, sequences: Sequences) -> None:
+        """See KVCacheManager."""
+        self._release(sequences, publish=False)
+
+    def allocate_shared(self, sequence: Sequence) -> None:
+        """See KVCacheManager."""
+        rank = self.select_rank(sequence)
+        self.ranks[rank].allocate_shared(sequence).result()
+
+    def cache(self, sequence: Sequence, num_tokens: int | None = None) -> None:
+        """See KVCacheManager."""
+        if sequence.dp_rank is not None:
+            self.ranks[sequence.dp_rank].cache(sequence, num_tokens).result()
+
+    def select_rank(self, sequence: Sequence) -> int:
+        """The rank that holds the sequence, or the one that ``allocate`` would choose now."""
+        return self._select([sequence], [sequence.num_tokens])[0]
+
+    # -- our engine -----------------------------------------------------------------------------
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's Hugging Face tokenizer.
+
+        Raises:
+            NotSupportedError: the pool has no model, or its model no tokenizer.
+        """
+        if self.config.model is None:
+            raise NotSupportedError("the pool has no model, so no tokenizer: pass token ids")
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self.config.model.path)
+        if self._tokenizer is None:
+            raise NotSupportedError(
+                f"model {self.config.model.path} has no tokenizer: pass token ids"
+            )
+        return self._tokenizer
+
+    def generate(
+        self,
+        prompts: Prompts,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        namespace: Namespace = DEFAULT,
+        dp_rank: int | None = None,
+    ) -> list[TokenOutput]:
+        """Continue prompts; the outputs come in order, ``params.n`` per prompt.
+
+        Args:
+            prompts: one or several, as text or token ids.
+            params: how to continue them.
+            request_id: a name to ``abort`` by; prompt i of several is ``request_id/i``.
+            namespace: with whom their KV may be shared.
+            dp_rank: the rank to use, such as the one that served the last turn of a conversation
+                (``TokenOutput.dp_rank``) and holds its KV; None lets the pool choose.
+
+        Raises:
+            RequestError: a prompt is empty, too long or holds unknown tokens; none was started.
+            RankUnavailableError: a rank went away.
+        """
+        requests = self.make_requests(prompts, params, request_id, namespace)
+        deltas: queue.SimpleQueue[TokenDelta] = queue.SimpleQueue()
+        outputs: dict[str, TokenOutput] = {}
+        try:
+            self.start(requests, [deltas.put] * len(requests), dp_rank)
+            while len(outputs) < len(requests):
+                delta = deltas.get()
+                if delta.error is not None:
+                    raise delta.error
+                if delta.output is not None:
+                    outputs[delta.request_id] = delta.output
+        except BaseException:
+            for request in requests:
+                self.abort(request.request_id)
+            raise
+        return [outputs[request.request_id] for request in requests]
+
+    def abort(self, request_id: str) -> None:
+        """End a request that is under way; its output says ``abort``. Unknown ids are passed by."""
+        self._generations.abort(request_id)
+
+    def make_requests(
+        self,
+        prompts: Prompts,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        namespace: Namespace = DEFAULT,
+    ) -> list[GenerationRequest]:
+        """Turn prompts into requests: one per prompt and sample."""
+        params = SamplingParams() if params is None else params
+        name = self._generations.new_id() if request_id is None else request_id
+        rows = self._token_rows(prompts)
+        names = [name] if len(rows) == 1 else [sample_id(name, i) for i in range(len(rows))]
+        return [
+            GenerationRequest(
+                request_id=row_name if params.n == 1 else sample_id(row_name, index),
+                token_ids=row,
+                params=params,
+                namespace=namespace,
+                sample_index=index,
+            )
+            for row_name, row in zip(names, rows, strict=True)
+            for index in range(params.n)
+        ]
+
+    def start(
+        self,
+        requests: SequenceOf[GenerationRequest],
+        listeners: SequenceOf[Listener],
+        dp_rank: int | None = None,
+    ) -> None:
+        """Submit requests and return; see ``Generations.start``."""
+        if dp_rank is not None and not 0 <= dp_rank < len(self.ranks):
+            raise RequestError(f"dp_rank is {dp_rank}, but ranks are 0..{len(self.ranks) - 1}")
+        self._generations.start(requests, listeners, dp_rank)
+
+    @property
+    def aio(self) -> AsyncPool:
+        """The same methods as coroutines, and ``stream``."""
+        return AsyncPool(self)
+
+    # -- counters -------------------------------------------------------------------------------
+
+    def num_free_blocks(self) -> list[int]:
+        """See KVCacheManager."""
+        return [rank.num_free_blocks for rank in self._rank_stats()]
+
+    def num_used_blocks(self) -> list[int]:
+        """See KVCacheManager."""
+        return [rank.num_used_blocks for rank in self._rank_stats()]
+
+    def num_available_blocks(self) -> list[int]:
+        """See KVCacheManager."""
+        return [rank.num_available_blocks for rank in self._rank_stats()]
+
+    def num_blocks_in_prefix_cache(self) -> list[int]:
+        """See KVCacheManager."""
+        return [rank.num_blocks_in_prefix_cache for rank in self._rank_stats()]
+
+    def kv_cache_utilization(self) -> float:
+        """See KVCacheManager."""
+        stats = self._rank_stats()
+        return sum(rank.kv_cache_usage_perc for rank in stats) / len(stats)
+
+    def reset_prefix_cache(self) -> list[int]:
+        """See KVCacheManager."""
+        return _results([rank.reset_prefix_cache() for rank in self.ranks])
+
+    def stats(self) -> PoolStats:
+        """See KVCacheManager."""
+        return PoolStats(tuple(self._rank_stats()))
+
+    def check_integrity(self) -> None:
+        """See KVCacheManager."""
+        _results([rank.check_integrity() for rank in self.ranks])
+
+    def close(self) -> None:
+        """Let go of all ranks; idempotent. Requests under way fail."""
+        for rank in self.ranks:
+            rank.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # -- details --------------------------------------------------------------------------------
+
+    def _rank_stats(self) -> list[RankStats]:
+        _results([rank.refresh() for rank in self.ranks])
+        return [rank.stats for rank in self.ranks]
+
+    def _select(self, members: list[Sequence], targets: list[int]) -> list[int]:
+        """A rank per sequence; what the list itself takes counts against its later members."""
+        chosen = [sequence.dp_rank for sequence in members]
+        if None not in chosen:
+            return chosen  # type: ignore[return-value]  # no None among them
+        stats = [rank.stats for rank in self.ranks]
+        taken = [(0, 0)] * len(stats)
+        ranks = []
+        for rank, target in zip(chosen, targets, strict=True):
+            if rank is not None:
+                ranks.append(rank)
+                continue
+            best = self._router.select(stats, taken)
+            blocks, singles = taken[best]
+            taken[best] = (blocks - (-target // self.config.block_size), singles + 1)
+            ranks.append(best)
+        return ranks
+
+    def _allocate_over_ranks(self, groups: dict[int, tuple[list[Sequence], list[int]]]) -> bool:
+        """Allocate on several ranks at once; if one is short, take back what the others gave."""
+        before = {
+            rank: [s.kv_state.num_blocks if s.single_block_id else None for s in members]
+            for rank, (members, _) in groups.items()
+        }
+        replies = {
+            rank: self.ranks[rank].allocate(members, targets)
+            for rank, (members, targets) in groups.items()
+        }
+        done: list[int] = []
+        errors: list[Exception] = []
+        for rank, reply in replies.items():
+            try:
+                if reply.result():
+                    done.append(rank)
+            except Exception as error:  # noqa: BLE001 - raised below, once all ranks answered
+                errors.append(error)
+        if len(done) == len(groups):
+            return True
+        _results([self.ranks[rank].undo(groups[rank][0], before[rank]) for rank in done])
+        if errors:
+            raise errors[0]
+        return False
+
+    def _release(self, sequences: Sequences, *, publish: bool) -> None:
+        groups: dict[int, list[Sequence]] = {}
+        for sequence in flatten(sequences):
+            if sequence.dp_rank is None:
+                sequence.reset()
+            else:
+                groups.setdefault(sequence.dp_rank, []).append(sequence)
+        _results(
+            [self.ranks[rank].release(group, publish=publish) for rank, group in groups.items()]
+        )
+
+    def _token_rows(self, prompts: Prompts) -> list[NDArray[np.int32]]:
+        if isinstance(prompts, str):
+            rows: list[Any] = [prompts]
+        else:
+            items = list(prompts)
+            is_row = not items or not hasattr(items[0], "__len__")
+            rows = [prompts] if is_row else items
+        encoded = [
+            self.tokenizer.encode(row, add_special_tokens=False) if isinstance(row, str) else row
+            for row in rows
+        ]
+        try:
+            return [as_tokens(row).copy() for row in encoded]
+        except ValueError as error:
+            raise RequestError(f"a prompt is neither text nor token ids: {error}") from None
+
+
+def _results(replies: list[Reply[Any]]) -> list[Any]:
+    return [reply.result() for reply in replies]

@@ -1,0 +1,99 @@
+"""How a pool talks to a rank: one small interface, whatever lies between them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from raykv.core.kv_cache_manager import RankStats
+from raykv.core.sequence import Sequence
+from raykv.engine.params import EngineLimits, GenerationRequest, TokenDelta
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Reply(Protocol[T_co]):
+    """An answer that may still be on its way."""
+
+    def result(self) -> T_co:
+        """Wait for it; raises what the rank raised."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Done(Generic[T]):
+    """A reply that is there."""
+
+    value: T
+
+    def result(self) -> T:
+        """The value."""
+        return self.value
+
+
+class RankHandle(ABC):
+    """One dp_rank as the pool sees it. Calls start at once; replies are waited for separately.
+
+    Attributes:
+        dp_rank: the rank's number.
+        limits: what its engine serves; None without one.
+    """
+
+    dp_rank: int
+    limits: EngineLimits | None
+
+    @property
+    @abstractmethod
+    def stats(self) -> RankStats:
+        """The rank's counters as of its last reply."""
+
+    @abstractmethod
+    def allocate(self, sequences: list[Sequence], num_tokens: list[int]) -> Reply[bool]:
+        """See KVCacheManager.allocate; all or nothing over the list."""
+
+    @abstractmethod
+    def allocate_shared(self, sequence: Sequence) -> Reply[None]:
+        """See KVCacheManager.allocate_shared."""
+
+    @abstractmethod
+    def cache(self, sequence: Sequence, num_tokens: int | None) -> Reply[None]:
+        """See KVCacheManager.cache."""
+
+    @abstractmethod
+    def release(self, sequences: list[Sequence], *, publish: bool) -> Reply[None]:
+        """See KVCacheManager.deallocate and deallocate_without_cache."""
+
+    @abstractmethod
+    def undo(self, sequences: list[Sequence], num_blocks: list[int | None]) -> Reply[None]:
+        """Take an allocation back: to ``num_blocks`` blocks each, None for none and no row."""
+
+    @abstractmethod
+    def reset_prefix_cache(self) -> Reply[int]:
+        """See BlockManager.reset_prefix_cache."""
+
+    @abstractmethod
+    def check_integrity(self) -> Reply[None]:
+        """Recompute the rank's books."""
+
+    @abstractmethod
+    def refresh(self) -> Reply[None]:
+        """Bring ``stats`` up to date."""
+
+    @abstractmethod
+    def submit(self, requests: SequenceOf[GenerationRequest]) -> Reply[None]:
+        """Hand requests to the rank's engine, all or none."""
+
+    @abstractmethod
+    def abort(self, request_ids: SequenceOf[str]) -> Reply[None]:
+        """End requests of the rank's engine; those that are over already are passed by."""
+
+    @abstractmethod
+    def poll(self, wait_s: float) -> list[TokenDelta]:
+        """What the engine produced for this driver since; waits up to ``wait_s`` seconds."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of the rank; idempotent."""
