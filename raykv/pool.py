@@ -150,15 +150,9 @@ class BlockManagerPool(KVCacheManager):
         """
         requests = self.make_requests(prompts, params, request_id, namespace)
         deltas: queue.SimpleQueue[TokenDelta] = queue.SimpleQueue()
-        outputs: dict[str, TokenOutput] = {}
         try:
             self.start(requests, [deltas.put] * len(requests), dp_rank)
-            while len(outputs) < len(requests):
-                delta = deltas.get()
-                if delta.error is not None:
-                    raise delta.error
-                if delta.output is not None:
-                    outputs[delta.request_id] = delta.output
+            outputs = _collect(deltas, len(requests))
         except BaseException:
             for request in requests:
                 self.abort(request.request_id)
@@ -335,6 +329,17 @@ class BlockManagerPool(KVCacheManager):
             return [as_tokens(row).copy() for row in encoded]
         except ValueError as error:
             raise RequestError(f"a prompt is neither text nor token ids: {error}") from None
+
+
+def _collect(deltas: queue.SimpleQueue[TokenDelta], num_requests: int) -> dict[str, TokenOutput]:
+    outputs: dict[str, TokenOutput] = {}
+    while len(outputs) < num_requests:
+        delta = deltas.get()
+        if delta.error is not None:
+            raise delta.error
+        if delta.output is not None:
+            outputs[delta.request_id] = delta.output
+    return outputs
 
 
 def _results(replies: list[Reply[Any]]) -> list[Any]:

@@ -119,7 +119,7 @@ class LedgerBlockManager(BlockManager):
     def ref_counts(self, ids: BlockIds) -> NDArray[np.int32]:
         """int32 [n]: live handles per id."""
         self._settle_dropped()
-        return (self._ledger.counts[ids] & REF_MASK).astype(np.int32)
+        return (np.maximum(self._ledger.counts[ids], 0) & REF_MASK).astype(np.int32)
 
     def hash_of(self, block_id: int) -> bytes | None:  # noqa: ARG002 - nothing is cached
         """The prefix hash of a cached block, else None."""

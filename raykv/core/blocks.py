@@ -102,7 +102,15 @@ class Blocks:
         self.manager.drop(self._ids, USE, unique=self._unique)
 
     def detach(self) -> BlockIds:
-        """Hand the references over to the caller, who owes ``manager.adopt(ids)``."""
+        """Hand the uses over to the caller, who owes ``manager.adopt(ids)``.
+
+        Raises:
+            ValueError: the handle is a pin or deallocated, or lists a block twice.
+        """
+        if self._weight != USE + REF or not self._unique:
+            raise ValueError(
+                f"{self!r} cannot be detached: it must hold one use of distinct blocks"
+            )
         return self._detach()[0]
 
     @staticmethod
