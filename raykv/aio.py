@@ -102,5 +102,5 @@ class AsyncPool:
                 yield delta
         finally:
             # Closing the iterator or cancelling the task must not wait for the ranks.
-            for name in left:
-                loop.run_in_executor(None, pool.abort, name)
+            if left:
+                loop.run_in_executor(None, pool.abandon, left)

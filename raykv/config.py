@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import os
+import re
+from collections.abc import Iterator
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -23,13 +27,13 @@ _LATER = {
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    def __init__(self, **values: Any) -> None:
+    def __init__(self, /, **values: Any) -> None:
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise ConfigError(_explain(error)) from None
+            raise ConfigError("; ".join(_explain(error))) from None
 
 
 class RoutingConfig(_Model):
@@ -134,13 +138,13 @@ class PoolConfig(_Model):
     """
 
     dp_size: int = Field(1, ge=1)
-    num_blocks: int = Field(ge=2)
+    num_blocks: int = Field(ge=2, lt=2**31)  # ids are int32
     block_size: int = Field(16, ge=1)
     enable_prefix_cache: bool = True
     max_num_seqs: int = Field(256, ge=1)
     num_single_blocks: int = Field(257, ge=2)
     max_model_len: int | None = Field(None, ge=1)
-    hash_seed: bytes | None = Field(None, repr=False)
+    hash_seed: bytes | None = Field(None, min_length=1, repr=False)
     eviction: Literal["lru"] = "lru"
     disagg_pd: bool = False
     linear_state: Any = None
@@ -159,10 +163,15 @@ class PoolConfig(_Model):
         if isinstance(values, dict):
             values = dict(values)
             rows, seqs = values.get("num_single_blocks"), values.get("max_num_seqs")
+            # Only what is given derives the other; what is no count gets the field's own error.
             if rows is None:
-                values["num_single_blocks"] = (256 if seqs is None else seqs) + 1
+                values.pop("num_single_blocks", None)
+                if isinstance(seqs, Integral):
+                    values["num_single_blocks"] = max(int(seqs), 1) + 1
             elif seqs is None:
-                values["max_num_seqs"] = rows - 1
+                values.pop("max_num_seqs", None)
+                if isinstance(rows, Integral):
+                    values["max_num_seqs"] = max(int(rows) - 1, 1)
             if values.get("model") is not None and values.get("memory") is None:
                 values["memory"] = {}
         return values
@@ -170,8 +179,11 @@ class PoolConfig(_Model):
     @model_validator(mode="after")
     def _check(self) -> Self:
         for key, what in _LATER.items():
-            if getattr(self, key):
-                raise ValueError(f"{key}: {what} is not part of this version; leave it out")
+            value = getattr(self, key)
+            if value is not None:
+                raise ValueError(
+                    f"{key}: {what} is not part of this version, got {value!r}; leave it out"
+                )
         if self.num_single_blocks <= self.max_num_seqs:
             raise ValueError(
                 f"num_single_blocks is {self.num_single_blocks} for max_num_seqs "
@@ -179,10 +191,16 @@ class PoolConfig(_Model):
             )
         if self.memory is not None and self.model is None and not self.memory.has_shape:
             raise ValueError(
-                "memory: num_layers, num_kv_heads and head_dim are needed when no model is given"
+                "memory: num_layers, num_kv_heads and head_dim are needed when no model is given; "
+                "give all three, or leave memory out to keep books only"
             )
         if self.model is not None and self.memory is not None and self.memory.has_shape:
-            raise ValueError("memory: the model knows its layers and heads; leave them out")
+            memory = self.memory
+            raise ValueError(
+                f"memory: num_layers {memory.num_layers}, num_kv_heads {memory.num_kv_heads} and "
+                f"head_dim {memory.head_dim} are given, but model {self.model.path} knows its own; "
+                "leave them out"
+            )
         return self
 
     @classmethod
@@ -198,12 +216,18 @@ class PoolConfig(_Model):
             raise ConfigError(
                 f"cannot read {path}: {error.strerror}; pass a readable file"
             ) from None
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{path} is not valid YAML: {error}") from None
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            problem = " ".join(str(error).split())
+            raise ConfigError(f"{path} is not valid YAML: {problem}") from None
         if not isinstance(values, dict):
+            found = "nothing" if values is None else f"a value of type {type(values).__name__}"
             raise ConfigError(
-                f"{path} must hold a mapping of settings, not {type(values).__name__}"
+                f"{path} must hold settings, such as 'num_blocks: 1024', but holds {found}"
             )
+        sections = [values, *(value for value in values.values() if isinstance(value, dict))]
+        for name in (name for section in sections for name in section):
+            if not isinstance(name, str):
+                raise ConfigError(f"{path}: {name!r} is no name of a setting; names are text")
         try:
             return cls(**values)
         except ConfigError as error:
@@ -222,18 +246,34 @@ class PoolConfig(_Model):
         return self.model_copy(update={"hash_seed": os.urandom(16)})
 
 
-def _explain(error: ValidationError) -> str:
+def _explain(error: ValidationError, section: tuple[str, ...] = ()) -> Iterator[str]:
     """One clear line per bad setting: its key, its value and what would do."""
-    lines = []
     for item in error.errors():
-        key = ".".join(str(part) for part in item["loc"])
-        if item["type"] == "extra_forbidden":
-            lines.append(f"{key}: unknown setting; see raykv.config for those that exist")
+        where = (*section, *(str(part) for part in item["loc"]))
+        key = ".".join(where)
+        fault = item.get("ctx", {}).get("error")
+        inner = fault.__context__ if isinstance(fault, ConfigError) else None
+        if isinstance(inner, ValidationError):  # a section's, which _Model.__init__ translated
+            yield from _explain(inner, where)
+        elif item["type"] == "extra_forbidden":
+            yield f"{key}: unknown setting; {_known(error.title, where[-1])}"
         elif item["type"] == "missing":
-            lines.append(f"{key}: is required")
-        else:
+            yield f"{key}: is required"
+        elif item["type"] == "value_error":
             message = item["msg"].removeprefix("Value error, ")
-            if item["type"] != "value_error":
-                message += f", got {item['input']!r}"
-            lines.append(f"{key}: {message}" if key else message)
-    return "; ".join(lines)
+            yield f"{key}: {message}" if key else message
+        elif item["type"] == "model_type":
+            yield f"{key}: must hold settings of its own, got {item['input']!r}"
+        else:
+            rule = re.split(", (?:got|unable) ", item["msg"].replace("Input should", "must"))[0]
+            value = "a secret that is not shown" if key == "hash_seed" else repr(item["input"])
+            yield f"{key}: {rule}, got {value}"
+
+
+def _known(model: str, key: str) -> str:
+    """The setting of a model that was meant, or all there are."""
+    names = next(
+        list(each.model_fields) for each in _Model.__subclasses__() if each.__name__ == model
+    )
+    close = difflib.get_close_matches(key, names, n=1)
+    return f"did you mean {close[0]}?" if close else f"known here: {', '.join(names)}"

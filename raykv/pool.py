@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
@@ -27,7 +28,7 @@ from raykv.core.tokens import TokenIds, as_tokens
 from raykv.engine.build import build_rank, load_tokenizer
 from raykv.engine.params import GenerationRequest, SamplingParams, TokenDelta, TokenOutput
 from raykv.engine.worker import RankWorker
-from raykv.errors import NotSupportedError, RequestError
+from raykv.errors import NotSupportedError, RankUnavailableError, RequestError
 from raykv.generation import Generations, Listener, sample_id
 from raykv.local_rank import LocalRank
 from raykv.rank_handle import RankHandle, Reply
@@ -154,14 +155,19 @@ class BlockManagerPool(KVCacheManager):
             self.start(requests, [deltas.put] * len(requests), dp_rank)
             outputs = _collect(deltas, len(requests))
         except BaseException:
-            for request in requests:
-                self.abort(request.request_id)
+            self.abandon(request.request_id for request in requests)
             raise
         return [outputs[request.request_id] for request in requests]
 
     def abort(self, request_id: str) -> None:
         """End a request that is under way; its output says ``abort``. Unknown ids are passed by."""
         self._generations.abort(request_id)
+
+    def abandon(self, request_ids: Iterable[str]) -> None:
+        """Abort requests that nobody waits for any more; a rank that is gone needs no abort."""
+        for request_id in request_ids:
+            with contextlib.suppress(RankUnavailableError):
+                self.abort(request_id)
 
     def make_requests(
         self,

@@ -22,7 +22,7 @@ from raykv.core.kv_cache_manager import (
 from raykv.core.manager import AdmitRequest, BlockManager
 from raykv.core.sequence import KVCacheState, Sequence
 from raykv.core.single import SingleBlockManager
-from raykv.core.tokens import BlockIds
+from raykv.core.tokens import BlockIds, Index
 from raykv.errors import IntegrityError, RequestError
 from raykv.memory.buffers import KVBuffers
 from raykv.memory.spec import KVSpec
@@ -136,13 +136,19 @@ class RankKV(KVCacheManager):
             self._release(sequence)
 
     def shrink(self, sequence: Sequence, num_blocks: int) -> None:
-        """Take back the blocks behind the first ``num_blocks``: how a growth is undone."""
+        """Take back the blocks behind the first ``num_blocks``: how a growth is undone.
+
+        Tokens whose KV lay in them count as computed no more.
+        """
         if self._is_new(sequence) or sequence.kv_state.num_blocks <= num_blocks:
             return
         row = sequence.single_block_id
         assert row is not None, "a sequence with blocks has a row"
         self.block_manager.adopt(self.tables.truncate(row, num_blocks)).release()
-        sequence.kv_state.block_ids = self.tables.ids(row)
+        state = sequence.kv_state
+        state.block_ids = self.tables.ids(row)
+        state.num_shared_blocks = min(state.num_shared_blocks, num_blocks)
+        state.num_computed_tokens = min(state.num_computed_tokens, num_blocks * self.block_size)
 
     # -- counters -------------------------------------------------------------------------------
 
@@ -208,7 +214,7 @@ class RankKV(KVCacheManager):
 
     # -- details --------------------------------------------------------------------------------
 
-    def _attach(self, sequence: Sequence, row: int, ids: BlockIds, num_shared: int) -> None:
+    def _attach(self, sequence: Sequence, row: int, ids: Index, num_shared: int) -> None:
         self.tables.append(row, ids)
         self._sequences[row] = sequence
         sequence.dp_rank, sequence.single_block_id = self.dp_rank, row
@@ -253,7 +259,8 @@ class RankKV(KVCacheManager):
         row = sequence.single_block_id
         if row is None:
             return True
-        if sequence.dp_rank != self.dp_rank or self._sequences[row] is not sequence:
+        is_ours = sequence.dp_rank == self.dp_rank and row < len(self._sequences)
+        if not is_ours or self._sequences[row] is not sequence:
             raise RequestError(
                 f"{sequence!r} belongs to another pool or rank: deallocate it there first"
             )

@@ -14,7 +14,7 @@ from .ledger import REF, REF_MASK, USE, Ledger
 from .manager import AdmitRequest, Admitted, BlockManager
 from .namespace import DEFAULT, Namespace
 from .prefix_hash import PrefixHasher
-from .tokens import BlockIds, TokenIds
+from .tokens import NO_INDEX, BlockIds, Index, TokenIds
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -36,7 +36,7 @@ class LedgerBlockManager(BlockManager):
         if block_size < 1:
             raise ConfigError(f"block_size is {block_size} tokens, but must be at least 1")
         self.block_size = block_size
-        self.dropped: deque[tuple[BlockIds, int, bool]] = deque()
+        self.dropped: deque[tuple[Index, int, bool]] = deque()
         self._ledger = Ledger(num_blocks)
         self._hasher = PrefixHasher(block_size, hash_seed)
 
@@ -54,11 +54,11 @@ class LedgerBlockManager(BlockManager):
     def admit(self, requests: Sequence[AdmitRequest]) -> list[Admitted] | None:
         """See BlockManager."""
         self._begin_admission(requests)
-        return self._grant(requests, [np.empty(0, np.int32)] * len(requests))
+        return self._grant(requests, [NO_INDEX] * len(requests))
 
-    def adopt(self, block_ids: BlockIds) -> Blocks:
+    def adopt(self, block_ids: BlockIds | Index) -> Blocks:
         """See BlockManager."""
-        return Blocks(self, block_ids, USE + REF)
+        return Blocks(self, np.array(block_ids, np.int64), USE + REF)
 
     def deallocate(self, blocks: Blocks) -> None:
         """See BlockManager."""
@@ -74,8 +74,8 @@ class LedgerBlockManager(BlockManager):
     ) -> Blocks:
         """Without a prefix cache: just ``existing``."""
         if existing is None:
-            return self.adopt(np.empty(0, np.int32))
-        return self.make_handle(self._own(existing).ids, USE + REF, unique=existing.is_unique)
+            return self.adopt(NO_INDEX)
+        return self.make_handle(self._own(existing).index, USE + REF, unique=existing.is_unique)
 
     def cache(
         self,
@@ -96,7 +96,7 @@ class LedgerBlockManager(BlockManager):
         if ids.size:
             self._ledger.check_returnable(ids)
             self._check_returnable(ids)
-            self._give_back(ids.astype(np.int32))
+            self._give_back(ids.astype(np.int64))
 
     def prefix_hashes(self, token_ids: TokenIds, *, namespace: Namespace = DEFAULT) -> list[bytes]:
         """See BlockManager."""
@@ -104,19 +104,19 @@ class LedgerBlockManager(BlockManager):
 
     # -- what handles call ----------------------------------------------------------------------
 
-    def make_handle(self, ids: BlockIds, weight: int, *, unique: bool = True) -> Blocks:
+    def make_handle(self, ids: Index, weight: int, *, unique: bool = True) -> Blocks:
         """One more handle of blocks that are held by one already."""
         self._settle_dropped()
         if weight:
             self._ledger.add(ids, weight, unique=unique)
         return Blocks(self, ids, weight, unique=unique)
 
-    def drop(self, ids: BlockIds, weight: int, *, unique: bool) -> None:
+    def drop(self, ids: Index, weight: int, *, unique: bool) -> None:
         """Take a handle's references or uses off the books."""
         self._settle_dropped()
         self._drop(ids, weight, unique)
 
-    def ref_counts(self, ids: BlockIds) -> NDArray[np.int32]:
+    def ref_counts(self, ids: Index) -> NDArray[np.int32]:
         """int32 [n]: live handles per id."""
         self._settle_dropped()
         return (np.maximum(self._ledger.counts[ids], 0) & REF_MASK).astype(np.int32)
@@ -169,14 +169,14 @@ class LedgerBlockManager(BlockManager):
         """Bring the free list to at least ``num_blocks`` ids, or change nothing."""
         return num_blocks <= self._ledger.num_free
 
-    def _unreferenced(self, ids: BlockIds) -> None:
+    def _unreferenced(self, ids: Index) -> None:
         """The last handle of these ids is gone."""
         self._give_back(ids)
 
-    def _check_returnable(self, ids: BlockIds) -> None:
+    def _check_returnable(self, ids: Index) -> None:
         """Raise DoubleFreeError if anything but a handle holds one of the ids."""
 
-    def _give_back(self, ids: BlockIds) -> None:
+    def _give_back(self, ids: Index) -> None:
         self._ledger.give_back(ids)
 
     def _begin_admission(self, requests: Sequence[AdmitRequest]) -> None:
@@ -185,7 +185,7 @@ class LedgerBlockManager(BlockManager):
             raise ValueError(f"cannot admit {min(r.num_blocks for r in requests)} blocks")
 
     def _grant(
-        self, requests: Sequence[AdmitRequest], shared: list[BlockIds]
+        self, requests: Sequence[AdmitRequest], shared: list[Index]
     ) -> list[Admitted] | None:
         """Complete each request's shared ids with fresh ones, in one step for all."""
         wanted = [
@@ -201,7 +201,7 @@ class LedgerBlockManager(BlockManager):
             granted.append(Admitted(np.concatenate((ids, new)) if len(ids) else new, len(ids)))
         return granted
 
-    def _drop(self, ids: BlockIds, weight: int, unique: bool) -> None:  # noqa: FBT001
+    def _drop(self, ids: Index, weight: int, unique: bool) -> None:  # noqa: FBT001
         unreferenced = self._ledger.subtract(ids, weight, unique=unique)
         if len(unreferenced):
             self._unreferenced(unreferenced)

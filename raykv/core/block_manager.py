@@ -14,7 +14,7 @@ from .ledger import PIN_MASK, REF, USE
 from .manager import AdmitRequest, Admitted
 from .namespace import DEFAULT, Namespace
 from .prefix_cache import Path, PrefixCache, path_ids, path_length
-from .tokens import BlockIds, TokenIds, as_tokens
+from .tokens import Index, TokenIds, as_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -101,7 +101,7 @@ class BlockManagerImpl(LedgerBlockManager):
         self._own(blocks)
         self._settle_dropped()
         tokens = as_tokens(token_ids)
-        ids = blocks.ids[: len(tokens) // self.block_size]
+        ids = blocks.index[: len(tokens) // self.block_size]
         if self._stale is not None:
             stale = self._stale[ids]
             if stale.any():
@@ -123,7 +123,7 @@ class BlockManagerImpl(LedgerBlockManager):
         self._stale = stale if stale.any() else None
         return len(ids)
 
-    def ref_counts(self, ids: BlockIds) -> NDArray[np.int32]:
+    def ref_counts(self, ids: Index) -> NDArray[np.int32]:
         """int32 [n]: live handles per id, plus one where the prefix cache holds it."""
         return super().ref_counts(ids) + (self._cache.run_of[ids] >= 0)
 
@@ -173,7 +173,7 @@ class BlockManagerImpl(LedgerBlockManager):
         self._give_back(self._cache.evict(short))
         return True
 
-    def _hold(self, path: Path) -> BlockIds:
+    def _hold(self, path: Path) -> Index:
         """Take one use of each block along a match."""
         ids = path_ids(path)
         if path:
@@ -181,23 +181,23 @@ class BlockManagerImpl(LedgerBlockManager):
             self._cache.protect(path)
         return ids
 
-    def _unreferenced(self, ids: BlockIds) -> None:
+    def _unreferenced(self, ids: Index) -> None:
         cached = self._cache.run_of[ids] >= 0
-        if cached.all():
+        if cached[cached.argmin()]:  # all of them
             self._cache.unprotect(ids)
             return
         self._give_back(ids[~cached])
-        if cached.any():
+        if cached[cached.argmax()]:  # any of them
             self._cache.unprotect(ids[cached])
 
-    def _check_returnable(self, ids: BlockIds) -> None:
+    def _check_returnable(self, ids: Index) -> None:
         cached = self._cache.run_of[ids] >= 0
         if cached.any():
             raise DoubleFreeError(
                 f"block {ids[cached][0]} is held by the prefix cache: it returns by eviction"
             )
 
-    def _give_back(self, ids: BlockIds) -> None:
+    def _give_back(self, ids: Index) -> None:
         super()._give_back(ids)
         if self._stale is not None:
             self._stale[ids] = False

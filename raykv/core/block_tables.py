@@ -5,7 +5,7 @@ from numpy.typing import NDArray
 
 from raykv.errors import IntegrityError
 
-from .tokens import BlockIds
+from .tokens import BlockIds, Index
 
 
 class BlockTables:
@@ -26,21 +26,21 @@ class BlockTables:
         ids.flags.writeable = False
         return ids
 
-    def append(self, row: int, ids: BlockIds) -> None:
+    def append(self, row: int, ids: BlockIds | Index) -> None:
         """Add blocks at the end of one row."""
         start = int(self.num_blocks[row])
         self.table[row, start : start + len(ids)] = ids
         self.num_blocks[row] = start + len(ids)
 
     def append_many(
-        self, rows: NDArray[np.int32], counts: NDArray[np.int32], ids: BlockIds
+        self, rows: NDArray[np.int32], counts: NDArray[np.int32], ids: BlockIds | Index
     ) -> None:
         """Add ``counts[i]`` blocks to row ``rows[i]``, taken from ``ids`` in this order.
 
         Args:
             rows: int32 [n], distinct.
             counts: int32 [n].
-            ids: int32 [counts.sum()].
+            ids: int [counts.sum()].
         """
         starts = self.num_blocks[rows]
         before = np.cumsum(counts) - counts
@@ -57,15 +57,13 @@ class BlockTables:
         return ids
 
     def check_integrity(self) -> None:
-        """Nothing may stand behind a row's end.
+        """Ids stand before a row's end, padding behind it.
 
         Raises:
             IntegrityError: something does.
         """
-        width = int(self.num_blocks.max())
-        columns = np.arange(width + 1)
-        behind = columns >= self.num_blocks[:, None]
-        if (self.table[:, : width + 1][behind[:, : self.table.shape[1]]] != 0).any():
+        behind = np.arange(self.table.shape[1]) >= self.num_blocks[:, None]
+        if self.table[behind].any():
             raise IntegrityError("block table: a row has ids behind its end")
-        if (self.table[:, :width][~behind[:, :width]] < 1).any():
+        if (self.table[~behind] < 1).any():
             raise IntegrityError("block table: a row lists the padding block")

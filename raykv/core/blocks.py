@@ -11,6 +11,7 @@ import numpy as np
 from raykv.errors import DoubleFreeError
 
 from .ledger import REF, USE
+from .tokens import NO_INDEX
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -18,10 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from .base import LedgerBlockManager
-    from .tokens import BlockIds
-
-_NO_IDS = np.empty(0, np.int32)
-_NO_IDS.flags.writeable = False
+    from .tokens import BlockIds, Index
 
 
 class Blocks:
@@ -36,13 +34,13 @@ class Blocks:
         manager: the manager that the blocks belong to.
     """
 
-    __slots__ = ("__weakref__", "_ids", "_unique", "_weight", "manager")
+    __slots__ = ("__weakref__", "_ids", "_index", "_unique", "_weight", "manager")
 
     def __init__(
-        self, manager: LedgerBlockManager, ids: BlockIds, weight: int, *, unique: bool = True
+        self, manager: LedgerBlockManager, index: Index, weight: int, *, unique: bool = True
     ) -> None:
-        ids.flags.writeable = False
-        self._ids = ids
+        self._index = index  # never written to: handles share and slice it
+        self._ids: BlockIds | None = None
         self._unique = unique
         self.manager = manager
         self._weight = weight  # what this handle holds of each id: USE + REF, REF, or 0 = released
@@ -50,7 +48,15 @@ class Blocks:
     @property
     def ids(self) -> BlockIds:
         """int32 [n], read-only; empty once released."""
+        if self._ids is None:
+            self._ids = self._index.astype(np.int32)
+            self._ids.flags.writeable = False
         return self._ids
+
+    @property
+    def index(self) -> Index:
+        """The same as int64, for the manager; not to be written to."""
+        return self._index
 
     @property
     def block_size(self) -> int:
@@ -60,7 +66,7 @@ class Blocks:
     @property
     def ref_counts(self) -> NDArray[np.int32]:
         """int32 [n]: live handles, plus one where the prefix cache holds the block."""
-        return self.manager.ref_counts(self._ids)
+        return self.manager.ref_counts(self._index)
 
     @property
     def is_released(self) -> bool:
@@ -74,11 +80,11 @@ class Blocks:
 
     def share(self) -> Blocks:
         """One more owner of the same blocks; of a pin or a deallocated handle, one more pin."""
-        return self.manager.make_handle(self._ids, self._weight, unique=self._unique)
+        return self.manager.make_handle(self._index, self._weight, unique=self._unique)
 
     def pin(self) -> Blocks:
         """A reference that is no use: for copies and steps in flight."""
-        return self.manager.make_handle(self._ids, min(self._weight, REF), unique=self._unique)
+        return self.manager.make_handle(self._index, min(self._weight, REF), unique=self._unique)
 
     def release(self) -> None:
         """Drop this handle's references, and its uses if they are not settled; idempotent."""
@@ -95,13 +101,13 @@ class Blocks:
         if self._weight < USE:
             state = "was released" if not self._weight else "holds no use (deallocated, or a pin)"
             raise DoubleFreeError(
-                f"cannot deallocate a handle of {len(self._ids)} blocks: it {state}; "
+                f"cannot deallocate a handle of {len(self._index)} blocks: it {state}; "
                 "deallocate each handle once, before releasing it"
             )
         self._weight -= USE
-        self.manager.drop(self._ids, USE, unique=self._unique)
+        self.manager.drop(self._index, USE, unique=self._unique)
 
-    def detach(self) -> BlockIds:
+    def detach(self) -> Index:
         """Hand the uses over to the caller, who owes ``manager.adopt(ids)``.
 
         Raises:
@@ -132,16 +138,16 @@ class Blocks:
         ids = np.concatenate([part._detach()[0] for part in parts])
         return Blocks(manager, ids, weight, unique=len(np.unique(ids)) == len(ids))
 
-    def _detach(self) -> tuple[BlockIds, int, bool]:
-        owned = self._ids, self._weight, self._unique
-        self._ids, self._weight = _NO_IDS, 0
+    def _detach(self) -> tuple[Index, int, bool]:
+        owned = self._index, self._weight, self._unique
+        self._index, self._ids, self._weight = NO_INDEX, None, 0
         return owned
 
     def __len__(self) -> int:
-        return len(self._ids)
+        return len(self._index)
 
     def __iter__(self) -> Iterator[Block]:
-        return (Block(self.manager, int(block_id)) for block_id in self._ids)
+        return (Block(self.manager, block_id) for block_id in self._index.tolist())
 
     @overload
     def __getitem__(self, index: int) -> Block: ...
@@ -149,10 +155,8 @@ class Blocks:
     def __getitem__(self, index: slice) -> Blocks: ...
     def __getitem__(self, index: int | slice) -> Block | Blocks:
         if isinstance(index, slice):
-            return self.manager.make_handle(
-                self._ids[index].copy(), self._weight, unique=self._unique
-            )
-        return Block(self.manager, int(self._ids[operator.index(index)]))
+            return self.manager.make_handle(self._index[index], self._weight, unique=self._unique)
+        return Block(self.manager, int(self._index[operator.index(index)]))
 
     def __enter__(self) -> Self:
         return self
@@ -168,11 +172,11 @@ class Blocks:
     def __del__(self) -> None:
         # Collection can strike in the middle of an update of the books, so only leave a note.
         if getattr(self, "_weight", 0):
-            self.manager.dropped.append((self._ids, self._weight, self._unique))
+            self.manager.dropped.append((self._index, self._weight, self._unique))
 
     def __repr__(self) -> str:
         kind = "released" if self.is_released else "use" if self._weight >= USE else "pin"
-        return f"<Blocks {kind} {np.array2string(self._ids, threshold=8, separator=', ')}>"
+        return f"<Blocks {kind} {np.array2string(self._index, threshold=8, separator=', ')}>"
 
 
 class Block:
@@ -197,7 +201,7 @@ class Block:
     @property
     def ref_count(self) -> int:
         """Live handles, plus one where the prefix cache holds the block."""
-        return int(self.manager.ref_counts(np.array([self.id], np.int32))[0])
+        return int(self.manager.ref_counts(np.array([self.id]))[0])
 
     @property
     def is_shared(self) -> bool:

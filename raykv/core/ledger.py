@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from raykv.errors import ConfigError, DoubleFreeError, IntegrityError
 
-from .tokens import BlockIds
+from .tokens import NO_INDEX, Index
 
 REF = 1
 PIN = 1 << 21
@@ -41,7 +41,7 @@ class Ledger:
             )
         self.counts = np.full(num_blocks, FREE, np.int64)
         self.counts[0] = PADDING
-        self._stack = np.arange(num_blocks - 1, 0, -1, dtype=np.int32)  # top of stack is the end
+        self._stack = np.arange(num_blocks - 1, 0, -1, dtype=np.int64)  # top of stack is the end
         self.num_free = num_blocks - 1
         self.num_used = 0
 
@@ -50,7 +50,7 @@ class Ledger:
         """Ids that can be handed out."""
         return len(self._stack)
 
-    def take(self, num_blocks: int) -> BlockIds:
+    def take(self, num_blocks: int) -> Index:
         """Pop ids off the free list, each with one reference and one use."""
         stop = self.num_free
         self.num_free = stop - num_blocks
@@ -59,7 +59,7 @@ class Ledger:
         self.counts[ids] = USE + REF
         return ids
 
-    def add(self, ids: BlockIds, weight: int, *, unique: bool = True) -> None:
+    def add(self, ids: Index, weight: int, *, unique: bool = True) -> None:
         """Add ``REF`` or ``USE + REF`` to each id; ids may repeat unless ``unique``."""
         total: int | NDArray[np.int64] = weight
         if not unique:
@@ -70,7 +70,7 @@ class Ledger:
         if weight >= USE:
             self.num_used += int(np.count_nonzero(old < USE))
 
-    def subtract(self, ids: BlockIds, weight: int, *, unique: bool = True) -> BlockIds:
+    def subtract(self, ids: Index, weight: int, *, unique: bool = True) -> Index:
         """Take ``REF``, ``USE`` or both from each id; return those left without reference."""
         total: int | NDArray[np.int64] = weight
         if not unique:
@@ -80,19 +80,19 @@ class Ledger:
         self.counts[ids] = new
         if weight >= USE:
             self.num_used -= int(np.count_nonzero(new < USE))
-        if weight == USE:
-            return ids[:0]
-        referenced = new & REF_MASK
-        return ids[referenced == 0] if referenced.any() else ids
+        if weight == USE or not len(ids):
+            return NO_INDEX
+        unreferenced = (new & REF_MASK) == 0
+        return ids if unreferenced[unreferenced.argmin()] else ids[unreferenced]
 
-    def give_back(self, ids: BlockIds) -> None:
+    def give_back(self, ids: Index) -> None:
         """Put unreferenced ids on the free list; the next ``take`` returns them in this order."""
         self.counts[ids] = FREE
         start = self.num_free
         self.num_free = start + len(ids)
         self._stack[start : self.num_free] = ids[::-1]
 
-    def check_returnable(self, ids: BlockIds) -> None:
+    def check_returnable(self, ids: Index) -> None:
         """Raise unless each id is allocated and held by nobody.
 
         Raises:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from .blocks import Blocks
-    from .tokens import BlockIds, TokenIds
+    from .tokens import BlockIds, Index, TokenIds
 
 
 class AdmitRequest(NamedTuple):
@@ -32,7 +32,7 @@ class AdmitRequest(NamedTuple):
 class Admitted(NamedTuple):
     """Blocks given to one sequence; the caller owes ``adopt(block_ids)`` when it is done."""
 
-    block_ids: BlockIds
+    block_ids: Index
     num_shared: int
 
 
@@ -62,7 +62,7 @@ class BlockManager(ABC):
         """
 
     @abstractmethod
-    def adopt(self, block_ids: BlockIds) -> Blocks:
+    def adopt(self, block_ids: BlockIds | Index) -> Blocks:
         """Make a handle of uses that ``admit`` or ``Blocks.detach`` gave to the caller."""
 
     @abstractmethod

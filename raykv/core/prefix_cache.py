@@ -17,18 +17,17 @@ import heapq
 from collections import deque
 
 import numpy as np
+from numpy.typing import NDArray
 
 from raykv.errors import IntegrityError
 
 from .ledger import PIN, Ledger
 from .namespace import DEFAULT, Namespace, RootKey
 from .runs import ChildKey, Root, Run
-from .tokens import BlockIds, TokenIds, as_tokens
+from .tokens import NO_INDEX, Index, TokenIds, as_tokens
 
 Path = list[tuple[Run, int]]
 """A match: runs from the root down, each with the number of its leading blocks that match."""
-
-_NO_IDS = np.empty(0, np.int32)
 
 
 class PrefixCache:
@@ -55,8 +54,8 @@ class PrefixCache:
     def __len__(self) -> int:
         return self._num_cached
 
-    def match(self, token_ids: TokenIds, *, namespace: Namespace = DEFAULT) -> BlockIds:
-        """Ids of the longest cached prefix, int32 [n]; takes no reference, changes nothing."""
+    def match(self, token_ids: TokenIds, *, namespace: Namespace = DEFAULT) -> Index:
+        """Ids of the longest cached prefix, int64 [n]; takes no reference, changes nothing."""
         return path_ids(self.find(token_ids, namespace))
 
     def contains(self, token_ids: TokenIds, *, namespace: Namespace = DEFAULT) -> bool:
@@ -66,28 +65,14 @@ class PrefixCache:
 
     def find(self, token_ids: TokenIds, namespace: Namespace = DEFAULT) -> Path:
         """Walk down from the root as far as whole blocks of tokens are equal."""
-        tokens = as_tokens(token_ids)
-        path: Path = []
-        run: Run | None = self._roots.get(namespace.root)
-        if run is None:
-            return path
-        stop, done, at = len(tokens) // self.block_size, 0, 0
-        while done < stop:
-            child = run.children.get(self._key(tokens, done, at, namespace))
-            if child is None:
-                break
-            at = child.common_blocks(tokens, done, stop, namespace)
-            path.append((child, at))
-            done += at
-            run = child
-        return path
+        return self._walk(as_tokens(token_ids), namespace)
 
-    def insert(self, token_ids: TokenIds, ids: BlockIds, *, namespace: Namespace = DEFAULT) -> int:
+    def insert(self, token_ids: TokenIds, ids: Index, *, namespace: Namespace = DEFAULT) -> int:
         """Add the blocks whose content is not cached yet; return how many those are.
 
         Args:
             token_ids: at least ``len(ids) * block_size`` tokens; copied.
-            ids: int32 [n], referenced by the caller.
+            ids: int64 [n], referenced by the caller.
             namespace: whose prefixes they are.
 
         Raises:
@@ -95,16 +80,16 @@ class PrefixCache:
         """
         size, stop = self.block_size, len(ids)
         tokens = as_tokens(token_ids)[: stop * size]
-        path = self.find(tokens, namespace)
+        path = self._walk(tokens, namespace)
         done = path_length(path)
         if done == stop:
             return 0
         new = ids[done:]
-        if (self.run_of[new] >= 0).any():
-            block_id = new[self.run_of[new] >= 0][0]
+        cached = self.run_of[new] >= 0
+        if cached[cached.argmax()]:
             raise ValueError(
-                f"block {block_id} is cached already for other tokens: pass the tokens that its "
-                "sequence computed"
+                f"block {new[cached][0]} is cached already for other tokens: pass the tokens that "
+                "its sequence computed"
             )
         self.protect(path)
         run: Run
@@ -137,19 +122,21 @@ class PrefixCache:
             self._hold_parent(run)
             run.protected = count
 
-    def unprotect(self, ids: BlockIds) -> None:
+    def unprotect(self, ids: Index) -> None:
         """These cached blocks lost their last reference: stamp what nothing holds any more."""
         indices = self.run_of[ids]
         first = int(indices[0])
-        touched = {first} if (indices == first).all() else set(np.unique(indices).tolist())
+        others = indices != first
+        touched = {first}
+        if others[others.argmax()]:
+            touched.update(np.unique(indices).tolist())
         # Deepest first, so that a child is stamped before the parent it lets go of.
         heap = [(-run.depth, run.index) for run in map(self._run, touched)]
         heapq.heapify(heap)
         while heap:
             run = self._run(heapq.heappop(heap)[1])
             old = run.protected
-            held = self._counts[run.ids[:old]][::-1] > 0
-            new = old - int(held.argmax()) if held.any() else 0
+            new = self._last_held(run)
             if new == old:
                 continue
             self._clock += 1
@@ -168,7 +155,7 @@ class PrefixCache:
         if len(self._queue) > 2 * self._num_tails + 64:
             self._compact()
 
-    def evict(self, num_blocks: int) -> BlockIds:
+    def evict(self, num_blocks: int) -> Index:
         """Forget the least recently released evictable blocks; return their ids.
 
         ``num_blocks`` is at most ``num_evictable``. The ids are the caller's to free: eviction
@@ -191,15 +178,15 @@ class PrefixCache:
                 self._num_tails -= 1
             if length == 0:
                 self._remove(run)
-        ids = np.concatenate(evicted) if evicted else _NO_IDS
+        ids = np.concatenate(evicted) if evicted else NO_INDEX
         self.run_of[ids] = -1
         self._num_cached -= len(ids)
         self.num_evictable -= len(ids)
         return ids
 
-    def clear(self) -> BlockIds:
+    def clear(self) -> Index:
         """Forget everything; return the ids that were cached."""
-        ids = np.flatnonzero(self.run_of >= 0).astype(np.int32)
+        ids = np.flatnonzero(self.run_of >= 0)
         self.run_of[ids] = -1
         self._num_cached = self.num_evictable = self._num_tails = 0
         self._roots.clear()
@@ -217,7 +204,7 @@ class PrefixCache:
         count = int(np.flatnonzero(run.ids[: run.length] == block_id)[0]) + 1
         tokens, items = [], []
         while run.parent is not None:
-            tokens.append(run.tokens[: count * self.block_size])
+            tokens.append(np.frombuffer(bytes(run.tokens), np.int32, count * self.block_size))
             end = (run.depth + count) * self.block_size
             items += [item for item in run.items if item[0] < end]
             count, run = run.offset, run.parent
@@ -226,8 +213,28 @@ class PrefixCache:
 
     # -- the tree -------------------------------------------------------------------------------
 
-    def _key(self, tokens: BlockIds, block: int, at: int, namespace: Namespace) -> ChildKey:
-        start, stop = block * self.block_size, (block + 1) * self.block_size
+    def _walk(self, tokens: NDArray[np.int32], namespace: Namespace) -> Path:
+        path: Path = []
+        run: Run | None = self._roots.get(namespace.root)
+        if run is None:
+            return path
+        size = self.block_size
+        stop, done, at = len(tokens) // size, 0, 0
+        while done < stop:
+            child = run.children.get(self._key(tokens, done, at, namespace))
+            if child is None:
+                break
+            at = child.common_blocks(tokens, done, stop, size, namespace)
+            path.append((child, at))
+            done += at
+            run = child
+        return path
+
+    def _key(
+        self, tokens: NDArray[np.int32], block: int, at: int, namespace: Namespace
+    ) -> ChildKey:
+        start = block * self.block_size
+        stop = start + self.block_size
         items = namespace.items(start, stop) if namespace.multimodal else ()
         return at, tokens[start:stop].tobytes(), items
 
@@ -263,6 +270,14 @@ class PrefixCache:
         if isinstance(parent, Root) and not parent.children:
             del self._roots[parent.root_key]
 
+    def _last_held(self, run: Run) -> int:
+        """Where ``protected`` belongs: behind the last held block of those it covers."""
+        if run.protected == 0:
+            return 0
+        held = self._counts[run.ids[: run.protected]][::-1] > 0
+        behind = int(held.argmax())  # on booleans argmax stops at the first True
+        return run.protected - behind if held[behind] else 0
+
     def _hold_parent(self, run: Run) -> None:
         """Call before ``protected`` rises: a run that begins to be held holds its parent."""
         parent = run.parent
@@ -271,11 +286,8 @@ class PrefixCache:
 
     def _compact(self) -> None:
         """Drop stale queue entries; amortised over the entries that made it necessary."""
-        self._queue = deque(
-            (run, stamp)
-            for run, stamp in self._queue
-            if any(stamp == live for _, live in run.tails)
-        )
+        live = {stamp for run in self._runs if run is not None for _, stamp in run.tails}
+        self._queue = deque(entry for entry in self._queue if entry[1] in live)
 
     # -- audit ----------------------------------------------------------------------------------
 
@@ -300,12 +312,12 @@ class PrefixCache:
             _require(self._runs[run.index] is run, "a run is not at its index")
             _require(run.length > 0 and bool((run_of[ids] < 0).all()), "a block stands twice")
             run_of[ids] = run.index
-            _require(len(run.tokens) == len(run.ids) * self.block_size, "tokens do not fit ids")
+            _require(run.block_size == self.block_size, "tokens do not fit ids")
             parent = run.parent
             limit = 0 if parent.parent is None else parent.length
             _require(run.offset <= limit, "a run hangs behind its parent's end")
             _require(run.depth == parent.depth + run.offset, "a depth is wrong")
-            first = run.tokens[: self.block_size].tobytes()
+            first = bytes(run.tokens[: 4 * self.block_size])
             _require(parent.children.get(run.key) is run and run.key[1] == first, "a key is wrong")
             if run.protected and parent.parent is not None:
                 pins[parent.ids[run.offset - 1]] += PIN
@@ -349,10 +361,10 @@ def path_length(path: Path) -> int:
     return sum(count for _, count in path)
 
 
-def path_ids(path: Path) -> BlockIds:
-    """Ids along a match, int32 [n], a copy."""
+def path_ids(path: Path) -> Index:
+    """Ids along a match, int64 [n], a copy."""
     if not path:
-        return _NO_IDS
+        return NO_INDEX
     return np.concatenate([run.ids[:count] for run, count in path])
 
 

@@ -6,12 +6,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .namespace import MultimodalItems, Namespace, RootKey
-from .tokens import BlockIds
+from .tokens import NO_INDEX, Index
 
 ChildKey = tuple[int, bytes, MultimodalItems]
 """Blocks of the parent before the child, the child's first block's tokens, and its items."""
 
-_MIN_CAPACITY = 8
+_TOKEN_BYTES = 4
 
 
 class Run:
@@ -22,8 +22,9 @@ class Run:
         key: where it hangs in ``parent.children``.
         depth: blocks before the run, counted from the root.
         index: what ``PrefixCache.run_of`` holds for its blocks.
-        tokens: int32 [capacity * block_size], a copy of its own.
-        ids: int32 [capacity].
+        tokens: the int32 tokens of its blocks as bytes, a copy of its own. Bytes, since these
+            compare with a prompt at the speed of memcmp and without any temporary array.
+        ids: int64 [capacity].
         length: blocks that are live; never less than any child's offset.
         items: multimodal items that begin within the run.
         children: the runs that branch off, one entry each.
@@ -43,8 +44,8 @@ class Run:
         self.key = key
         self.depth = depth
         self.index = index
-        self.tokens = np.empty(0, np.int32)
-        self.ids = np.empty(0, np.int32)
+        self.tokens = bytearray()
+        self.ids: Index = NO_INDEX
         self.length = 0
         self.items: MultimodalItems = ()
         self.children: dict[ChildKey, Run] = {}
@@ -57,58 +58,75 @@ class Run:
         return self.key[0]
 
     def common_blocks(
-        self, tokens: NDArray[np.int32], start: int, stop: int, namespace: Namespace
+        self, tokens: NDArray[np.int32], start: int, stop: int, size: int, namespace: Namespace
     ) -> int:
-        """How many leading blocks of the run equal blocks [start, stop) of the prompt."""
-        count = min(self.length, stop - start)
-        block_size = len(self.tokens) // len(self.ids)
-        begin, size = start * block_size, count * block_size
-        equal = self.tokens[:size] == tokens[begin : begin + size]
-        first = int(equal.argmin())
-        if not equal[first]:
-            count = first // block_size
+        """How many leading blocks of the run equal blocks [start, stop) of the prompt.
+
+        Args:
+            tokens: the prompt, int32, contiguous.
+            start: the prompt's block that the run's first block stands for.
+            stop: the prompt's end in blocks.
+            size: tokens per block.
+            namespace: the prompt's multimodal items.
+        """
+        count = min(stop - start, self.length)
+        begin = start * size
+        theirs = tokens[begin : begin + count * size]
+        if not self.tokens.startswith(theirs.data):
+            ours = np.frombuffer(self.tokens, np.int32, count * size)
+            count = int((ours != theirs).argmax()) // size
         if self.items or namespace.multimodal:
-            end = begin + count * block_size
-            theirs = namespace.items(begin, end)
-            ours = tuple(item for item in self.items if item[0] < end)
-            if ours != theirs:
-                different = [min(a[0], b[0]) for a, b in zip(ours, theirs, strict=False) if a != b]
-                longer = max(ours, theirs, key=len)[min(len(ours), len(theirs)) :]
-                first = min(different[:1] + [offset for offset, _ in longer[:1]])
-                count = first // block_size - start
+            end = begin + count * size
+            first = _first_difference(
+                tuple(item for item in self.items if item[0] < end), namespace.items(begin, end)
+            )
+            if first is not None:
+                count = first // size - start
         return count
 
-    def append(self, tokens: NDArray[np.int32], ids: BlockIds, items: MultimodalItems) -> None:
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return len(self.tokens) // (self.length * _TOKEN_BYTES)
+
+    def append(self, tokens: NDArray[np.int32], ids: Index, items: MultimodalItems) -> None:
         """Add blocks at the end; capacity at least doubles, so growth costs O(1) per block."""
-        block_size = len(tokens) // len(ids)
         length = self.length + len(ids)
         if length > len(self.ids):
             # A first insertion is often the last one (a prompt), so it gets exactly its size.
-            capacity = max(length, 2 * len(self.ids), _MIN_CAPACITY if self.length else 0)
-            self._resize(capacity, block_size)
-        self.tokens[self.length * block_size : length * block_size] = tokens
+            self._resize(max(length, 2 * self.length))
+        self.tokens += tokens.data
         self.ids[self.length : length] = ids
         self.items += items
         self.length = length
 
-    def shrink(self, length: int) -> BlockIds:
+    def shrink(self, length: int) -> Index:
         """Cut the run to ``length`` blocks; return the ids cut off, deepest first."""
         cut = self.ids[length : self.length][::-1].copy()
-        block_size = len(self.tokens) // len(self.ids)
-        self.length = length
+        block_size = self.block_size
         if self.items:
             end = (self.depth + length) * block_size
             self.items = tuple(item for item in self.items if item[0] < end)
-        if 0 < length * 2 < len(self.ids) and len(self.ids) > _MIN_CAPACITY:
-            self._resize(length, block_size)
+        del self.tokens[length * block_size * _TOKEN_BYTES :]
+        self.length = length
+        if length * 2 < len(self.ids):
+            self._resize(length)
         return cut
 
-    def _resize(self, capacity: int, block_size: int) -> None:
-        tokens = np.empty(capacity * block_size, np.int32)
-        ids = np.empty(capacity, np.int32)
-        tokens[: self.length * block_size] = self.tokens[: self.length * block_size]
+    def _resize(self, capacity: int) -> None:
+        ids = np.empty(capacity, np.int64)
         ids[: self.length] = self.ids[: self.length]
-        self.tokens, self.ids = tokens, ids
+        self.ids = ids
+
+
+def _first_difference(ours: MultimodalItems, theirs: MultimodalItems) -> int | None:
+    """The first token offset at which two lists of items differ, None if they do not."""
+    for mine, other in zip(ours, theirs, strict=False):
+        if mine != other:
+            return min(mine[0], other[0])
+    longer = ours if len(ours) > len(theirs) else theirs
+    common = min(len(ours), len(theirs))
+    return longer[common][0] if len(longer) > common else None
 
 
 class Root(Run):

@@ -10,7 +10,14 @@ TokenIds: TypeAlias = NDArray[np.int32] | Sequence[int]
 """Token ids as callers may pass them: an int32 array, or any sequence of ints."""
 
 BlockIds: TypeAlias = NDArray[np.int32]
-"""Block ids, int32 [n]."""
+"""Block ids as users and kernels see them, int32 [n]."""
+
+Index: TypeAlias = NDArray[np.int64]
+"""Block ids inside a manager, int64 [n]: NumPy gathers and scatters two to three times faster by
+its native index type than by int32, which it converts on every use."""
+
+NO_INDEX: Index = np.empty(0, np.int64)
+NO_INDEX.flags.writeable = False
 
 
 def as_tokens(token_ids: TokenIds) -> NDArray[np.int32]:

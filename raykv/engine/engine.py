@@ -105,14 +105,14 @@ class Engine:
         Raises:
             RequestError: one can never be served, or its id is in use.
         """
-        requests = list(requests)
+        accepted: dict[tuple[str, str], GenerationRequest] = {}
         for request in requests:
             self.limits.check(request)
-        ids = [(driver_id, request.request_id) for request in requests]
-        taken = next((key for key in ids if key in self._tasks or ids.count(key) > 1), None)
-        if taken is not None:
-            raise RequestError(f"request {taken[1]} exists already: use a fresh id")
-        for key, request in zip(ids, requests, strict=True):
+            key = driver_id, request.request_id
+            if key in self._tasks or key in accepted:
+                raise RequestError(f"request {key[1]} exists already: use a fresh id")
+            accepted[key] = request
+        for key, request in accepted.items():
             params = request.params
             sequence = Sequence(
                 request.token_ids, namespace=request.namespace, max_new_tokens=params.max_tokens
@@ -156,7 +156,9 @@ class Engine:
         try:
             logits = self.model.forward(self._batch(step))
         except Exception as error:  # noqa: BLE001 - whatever the model throws must not end the rank
-            return deltas + [(task.driver_id, self._fail(task, error)) for task, _ in step]
+            return deltas + [
+                (task.driver_id, self._fail(task, "the model", error)) for task, _ in step
+            ]
         now = self._clock()
         self._model_s += now - begin
         rows = iter(logits)
@@ -230,7 +232,10 @@ class Engine:
                 task.top_log_probs.append(top(values, params.logprobs))
         if len(task.times) == 2:
             task.times.append(now)
-        reason = self._stop_reason(task, token, params)
+        try:
+            reason = self._stop_reason(task, token, params)
+        except Exception as error:  # noqa: BLE001 - whatever the tokenizer throws, likewise
+            return self._fail(task, "the tokenizer", error)
         if reason is None:
             return TokenDelta(task.request.request_id, (token,))
         output = task.output(reason, self.kv.dp_rank, now)
@@ -251,13 +256,13 @@ class Engine:
             return "length"
         return None
 
-    def _fail(self, task: Task, error: Exception) -> TokenDelta:
+    def _fail(self, task: Task, culprit: str, error: Exception) -> TokenDelta:
         request_id = task.request.request_id
         del self._tasks[task.driver_id, request_id]
         self.scheduler.remove(task, publish=False)
         if not isinstance(error, RaykvError):
             error = RaykvError(
-                f"request {request_id}: the model failed with {type(error).__name__}: {error}; "
-                "its memory was given back, send it again or look into the model"
+                f"request {request_id}: {culprit} failed with {type(error).__name__}: {error}; "
+                f"its memory was given back, send it again or look into {culprit}"
             )
         return TokenDelta(request_id, error=error)

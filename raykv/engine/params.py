@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -9,9 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raykv.core.namespace import DEFAULT, Namespace
+from raykv.core.tokens import as_tokens
 from raykv.errors import RaykvError, RequestError
 
 StopReason: TypeAlias = Literal["stop", "length", "abort"]
+
+_MAX_FLOAT = sys.float_info.max
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +49,29 @@ class SamplingParams:
     n: int = 1
 
     def __post_init__(self) -> None:
+        # Types count too: what is let through here would fail in the middle of a step.
         checks = {
-            "max_tokens": (self.max_tokens >= 1, "at least 1"),
-            "temperature": (0 <= self.temperature < float("inf"), "0 or more"),
-            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
-            "seed": (self.seed is None or 0 <= self.seed < 2**63, "between 0 and 2**63 - 1"),
-            "stop": (type(self.stop) is tuple and all(self.stop), "a tuple of non-empty strings"),
-            "logprobs": (self.logprobs >= 0, "0 or more"),
-            "n": (self.n >= 1, "at least 1"),
+            "max_tokens": (_is_int(self.max_tokens, 1), "a whole number of at least 1"),
+            "temperature": (_is_number(self.temperature, 0, _MAX_FLOAT), "a finite number >= 0"),
+            "top_p": (
+                _is_number(self.top_p, 0, 1) and self.top_p > 0,
+                "a number above 0 and at most 1",
+            ),
+            "seed": (
+                self.seed is None or _is_int(self.seed, 0, 2**63 - 1),
+                "None or a whole number between 0 and 2**63 - 1",
+            ),
+            "stop": (
+                type(self.stop) is tuple and all(type(s) is str and s for s in self.stop),
+                "a tuple of non-empty strings",
+            ),
+            "stop_token_ids": (
+                isinstance(self.stop_token_ids, tuple | list)
+                and all(map(_is_int, self.stop_token_ids)),
+                "a tuple of token ids",
+            ),
+            "logprobs": (_is_int(self.logprobs, 0), "a whole number of 0 or more"),
+            "n": (_is_int(self.n, 1), "a whole number of at least 1"),
         }
         for name, (holds, rule) in checks.items():
             if not holds:
@@ -153,10 +172,14 @@ class EngineLimits:
         """Refuse what can never be served.
 
         Raises:
-            RequestError: the prompt is empty, too long, or holds a token that does not exist; or
-                stop strings were given and there is no tokenizer.
+            RequestError: the prompt is empty, too long, no row of integers, or holds a token that
+                does not exist; or stop strings were given and there is no tokenizer.
         """
-        tokens, name = request.token_ids, request.request_id
+        name = request.request_id
+        try:
+            tokens = as_tokens(request.token_ids)
+        except ValueError as error:
+            raise RequestError(f"{name}: {error}") from None
         if len(tokens) == 0:
             raise RequestError(f"{name}: the prompt is empty; send at least one token")
         if len(tokens) >= self.max_model_len:
@@ -175,3 +198,11 @@ class EngineLimits:
             raise RequestError(
                 f"{name}: stop strings need a tokenizer, and the model has none; use stop_token_ids"
             )
+
+
+def _is_int(value: object, low: int = 0, high: float = float("inf")) -> bool:
+    return isinstance(value, int | np.integer) and low <= value <= high
+
+
+def _is_number(value: object, low: float, high: float) -> bool:
+    return isinstance(value, int | float | np.integer | np.floating) and low <= value <= high

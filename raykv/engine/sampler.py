@@ -18,17 +18,17 @@ def sample(
     """
     if params.temperature == 0:
         return int(logits.argmax())
-    scaled = logits.astype(np.float64) / params.temperature
-    weights = np.exp(scaled - scaled.max())
-    order = np.argsort(-weights, kind="stable")
-    cumulative = np.cumsum(weights[order])
-    if params.top_p < 1:
-        keep = int(np.searchsorted(cumulative, params.top_p * cumulative[-1])) + 1
-        cumulative = cumulative[:keep]
+    scaled = logits.astype(np.float64) - float(logits.max())
+    with np.errstate(over="ignore"):  # a tiny temperature leaves the likeliest token alone
+        weights = np.exp(scaled / params.temperature)
+    tokens = _nucleus(weights, params.top_p) if params.top_p < 1 else None
+    # In order of ids, not of likelihood: rounding that swaps two near ties moves no draw.
+    cumulative = np.cumsum(weights if tokens is None else weights[tokens])
     # Philox counts: the position selects the draw, no earlier draws are needed.
     random = np.random.Philox(key=(seed, sample_index), counter=position).random_raw()
     point = (int(random) >> 11) * 2.0**-53 * cumulative[-1]
-    return int(order[min(int(np.searchsorted(cumulative, point, "right")), len(cumulative) - 1)])
+    index = min(int(np.searchsorted(cumulative, point, "right")), len(cumulative) - 1)
+    return index if tokens is None else int(tokens[index])
 
 
 def log_probs(logits: NDArray[np.float32]) -> NDArray[np.float64]:
@@ -38,6 +38,18 @@ def log_probs(logits: NDArray[np.float32]) -> NDArray[np.float64]:
 
 
 def top(values: NDArray[np.float64], count: int) -> tuple[tuple[int, float], ...]:
-    """The ``count`` largest values with their indices, largest first."""
-    order = np.argsort(-values, kind="stable")[:count]
+    """The ``count`` largest values with their indices, largest first; of ties the lower index."""
+    count = min(count, len(values))
+    largest = np.flatnonzero(values >= np.partition(values, -count)[-count])
+    order = largest[np.argsort(-values[largest], kind="stable")][:count]
     return tuple((int(index), float(values[index])) for index in order)
+
+
+def _nucleus(weights: NDArray[np.float64], top_p: float) -> NDArray[np.intp]:
+    """Ids of the fewest likeliest tokens that have ``top_p`` of the weight; ties by lower id."""
+    total = weights.sum()
+    # The tokens left out here have less than 1 - top_p together, so none of them can belong.
+    likely = np.flatnonzero(weights >= (1 - top_p) * total / len(weights))
+    likely = likely[np.argsort(-weights[likely], kind="stable")]
+    keep = int(np.searchsorted(np.cumsum(weights[likely]), top_p * total)) + 1
+    return np.sort(likely[:keep])

@@ -86,7 +86,8 @@ class RankWorker:
             calls = list(self._calls)
             self._changed.notify_all()
         for _, future in calls:
-            future.set_exception(self._unavailable())
+            if future.set_running_or_notify_cancel():
+                future.set_exception(self._unavailable())
 
     def _turn(self) -> bool:
         """Apply the calls that came in, then run one step; False when closed."""
@@ -98,22 +99,30 @@ class RankWorker:
                 return False
             calls = list(self._calls)
             self._calls.clear()
-        results = [_run_call(function) for function, _ in calls]
-        # Callers get their answers before the next step, which may take long.
-        deltas = [] if calls else self.engine.step()
-        self.stats = self.engine.kv.rank_stats()
-        self.last_moved = time.monotonic()
-        for (_, future), (value, error) in zip(calls, results, strict=True):
+        results = [
+            (future, *_run_call(function))
+            for function, future in calls
+            if future.set_running_or_notify_cancel()
+        ]
+        self._note_progress()
+        # Callers get their answers before the step, which may take long, but do not put it off.
+        for future, value, error in results:
             if error is None:
                 future.set_result(value)
             else:
                 future.set_exception(error)
+        deltas = self.engine.step()
+        self._note_progress()
         self._publish(deltas)
-        if not calls and self.engine.has_work and not self.engine.scheduler.running:
+        if self.engine.has_work and not self.engine.scheduler.running:
             # Sequences of somebody else's scheduler hold the memory: look again in a while.
             with self._changed:
                 self._changed.wait_for(lambda: self._closed or bool(self._calls), _BLOCKED_WAIT_S)
         return True
+
+    def _note_progress(self) -> None:
+        self.stats = self.engine.kv.rank_stats()
+        self.last_moved = time.monotonic()
 
     def _publish(self, deltas: Sequence[tuple[str, TokenDelta]]) -> None:
         if deltas:

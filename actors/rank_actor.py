@@ -1,0 +1,88 @@
+"""The actor around a rank: concurrency groups, and errors of the start kept for who asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import ray
+
+from raykv.config import PoolConfig
+from raykv.messages import Answer, Call, Outputs, RankInfo
+from raykv.rank_host import RankHost
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+CONCURRENCY_GROUPS = {"call": 1, "poll": 16, "health": 2}
+"""Threads per group: calls are applied one by one, in the order they came; a long poll holds a
+thread per driver; health and closing never wait behind either."""
+
+
+def _in_group(name: str) -> Callable[[F], F]:
+    def mark(method: F) -> F:
+        marked: F = ray.method(concurrency_group=name)(method)
+        return marked
+
+    return mark
+
+
+class RankActor:
+    """A RankHost that answers from several threads.
+
+    Ray turns what a constructor raises into text, so it is kept here and raised by ``ready``.
+
+    Args:
+        config: the pool's configuration, its hash seed drawn.
+        dp_rank: the rank's number.
+        epoch: tells this start of the rank from earlier ones.
+    """
+
+    def __init__(self, config: PoolConfig, dp_rank: int, epoch: int) -> None:
+        self._host: RankHost | None = None
+        self._failure: Exception | None = None
+        try:
+            self._host = RankHost(config, dp_rank, epoch)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the driver must hear of it
+            self._failure = error
+
+    @_in_group("health")
+    def ready(self) -> tuple[RankInfo, str]:
+        """What the rank says of itself, and the id of the Ray node it runs on.
+
+        Raises:
+            ConfigError: the rank could not be built.
+        """
+        return self._started().info(), ray.get_runtime_context().get_node_id()
+
+    @_in_group("call")
+    def call(self, call: Call) -> Answer:
+        """See RankHost.call."""
+        return self._started().call(call)
+
+    @_in_group("poll")
+    def poll(self, driver_id: str, wait_s: float) -> Outputs:
+        """See RankHost.poll."""
+        return self._started().poll(driver_id, wait_s)
+
+    @_in_group("health")
+    def info(self) -> RankInfo:
+        """See RankHost.info."""
+        return self._started().info()
+
+    @_in_group("health")
+    def close(self) -> None:
+        """See RankHost.close."""
+        if self._host is not None:
+            self._host.close()
+
+    def _started(self) -> RankHost:
+        if self._host is None:
+            assert self._failure is not None, "the constructor keeps one or the other"
+            raise self._failure
+        return self._host
+
+
+def actor_class(**options: Any) -> Any:
+    """RankActor as an actor class of Ray's, with these options."""
+    groups = dict(CONCURRENCY_GROUPS)
+    return ray.remote(concurrency_groups=groups, max_restarts=0, **options)(RankActor)

@@ -1,0 +1,116 @@
+"""The demo's figures: one record that the table, the chart and the JSON line are made from."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from raykv.core.kv_cache_manager import RankStats
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Something that must hold.
+
+    Attributes:
+        name: what.
+        ok: whether it does.
+        detail: the figures behind it, or what went wrong.
+    """
+
+    name: str
+    ok: bool
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What goes into the JSON line, under these names.
+
+    Attributes:
+        model: as the user named it.
+        dp_size: ranks.
+        block_size: tokens per block.
+        num_blocks: blocks per rank, padding included.
+        conversations: conversations played at once.
+        requests: prompts served with the prefix cache on.
+        prompt_tokens: tokens of their prompts.
+        hit_tokens: those that the prefix cache supplied.
+        hit_rate: their share.
+        generated_tokens: tokens of their answers.
+        ttft_cold_ms: median time to the first token, empty cache, without queueing.
+        ttft_warm_ms: likewise for the same prompts once more.
+        ttft_prompts: prompts behind these medians.
+        tokens_per_s: generated tokens per wall second with the cache.
+        tokens_per_s_no_cache: likewise without, for the same prompts.
+        outputs_equal: whether all compared answers agree, near ties aside.
+        near_ties: answers that part where the two best logits lie within 1e-4.
+        compared_no_cache: answers compared with the run without cache.
+        compared_generate: answers compared with transformers' generate().
+        max_logit_diff: largest difference of logits between cold and warm prefill.
+        corrupted_logit_diff: likewise with one cached block overwritten: the negative control.
+        leaked_blocks: blocks still held after everything was answered.
+        preemptions: times that a sequence lost its memory.
+        workload_sha256: names what was asked.
+        checks_failed: names of the checks that do not hold.
+        wall_s: seconds that the whole demo took.
+    """
+
+    model: str
+    dp_size: int
+    block_size: int
+    num_blocks: int
+    conversations: int
+    requests: int
+    prompt_tokens: int
+    hit_tokens: int
+    hit_rate: float
+    generated_tokens: int
+    ttft_cold_ms: float
+    ttft_warm_ms: float
+    ttft_prompts: int
+    tokens_per_s: float
+    tokens_per_s_no_cache: float
+    outputs_equal: bool
+    near_ties: int
+    compared_no_cache: int
+    compared_generate: int
+    max_logit_diff: float
+    corrupted_logit_diff: float
+    leaked_blocks: int
+    preemptions: int
+    workload_sha256: str
+    checks_failed: tuple[str, ...]
+    wall_s: float
+
+    def as_json(self) -> dict[str, Any]:
+        """A plain mapping; figures rounded to what they can carry."""
+        digits = {"hit_rate": 4, "wall_s": 1, "tokens_per_s": 2, "tokens_per_s_no_cache": 2}
+        digits |= {"ttft_cold_ms": 2, "ttft_warm_ms": 2}
+        values = asdict(self)
+        return {
+            name: round(value, digits[name]) if name in digits else value
+            for name, value in values.items()
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Everything that the demo found.
+
+    Attributes:
+        figures: for the table and the JSON line.
+        checks: what was verified.
+        peak: counters per rank when it used most blocks.
+        drained: counters per rank after the last answer.
+    """
+
+    figures: Figures
+    checks: tuple[Check, ...] = ()
+    peak: tuple[RankStats, ...] = field(default=())
+    drained: tuple[RankStats, ...] = field(default=())
+
+    @property
+    def ok(self) -> bool:
+        """Whether every check holds."""
+        return all(check.ok for check in self.checks)
