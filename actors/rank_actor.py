@@ -7,8 +7,9 @@ from typing import Any, TypeVar
 
 import ray
 
+from raykv.actors.wire import pack, unpack
 from raykv.config import PoolConfig
-from raykv.messages import Answer, Call, Outputs, RankInfo
+from raykv.messages import Call, Outputs, RankInfo
 from raykv.rank_host import RankHost
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -55,9 +56,10 @@ class RankActor:
         return self._started().info(), ray.get_runtime_context().get_node_id()
 
     @_in_group("call")
-    def call(self, call: Call) -> Answer:
-        """See RankHost.call."""
-        return self._started().call(call)
+    def call(self, *parts: bytes) -> bytes:
+        """See RankHost.call; packed both ways."""
+        call: Call = unpack(parts)
+        return pack(self._started().call(call))
 
     @_in_group("poll")
     def poll(self, driver_id: str, wait_s: float) -> Outputs:

@@ -12,6 +12,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from raykv.actors.errors import translate
 from raykv.actors.process import RankProcess
+from raykv.actors.wire import pack, split, unpack
 from raykv.engine.params import TokenDelta
 from raykv.errors import RankUnavailableError
 from raykv.messages import Answer, Call, RankInfo
@@ -53,7 +54,7 @@ class RayRank(RemoteRank):
         """Start a call; Ray keeps the order of one driver's calls."""
         if self._is_unavailable():
             return _RayReply(self, None)
-        return _RayReply(self, self._actor.call.remote(call))
+        return _RayReply(self, self._actor.call.remote(*split(pack(call))))
 
     def poll(self, wait_s: float) -> list[TokenDelta]:
         """See RankHandle."""
@@ -130,5 +131,5 @@ class _RayReply:
     reference: Any
 
     def result(self) -> Answer:
-        answer: Answer = self.rank.get(self.reference)
+        answer: Answer = unpack([self.rank.get(self.reference)])
         return answer

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from raykv.engine.params import GenerationRequest, TokenDelta
 from raykv.errors import NotSupportedError, RaykvError, RequestError
-from raykv.rank_handle import RankHandle
+from raykv.rank_handle import RankHandle, results
 from raykv.routing import Router
 
 _POLL_WAIT_S = 0.5
@@ -87,13 +87,12 @@ class Generations:
 
     def abort(self, request_id: str) -> None:
         """End a request with all its samples; one that is over already is passed by."""
-        for rank, pending in enumerate(self._pending):
-            with self._lock:
-                ids = [
-                    name for name in pending if name == request_id or _parent(name) == request_id
-                ]
-            if ids:
-                self._ranks[rank].abort(ids).result()
+        with self._lock:
+            ids = [
+                [name for name in pending if f"{name}/".startswith(f"{request_id}/")]
+                for pending in self._pending
+            ]
+        results([self._ranks[rank].abort(names) for rank, names in enumerate(ids) if names])
 
     def _place(
         self,
@@ -163,7 +162,3 @@ class Generations:
 def sample_id(request_id: str, index: int) -> str:
     """The id of one of several continuations asked for as ``request_id``."""
     return f"{request_id}/{index}"
-
-
-def _parent(name: str) -> str:
-    return name.rpartition("/")[0]

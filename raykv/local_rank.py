@@ -13,7 +13,7 @@ from raykv.engine.params import GenerationRequest, TokenDelta
 from raykv.engine.worker import RankWorker
 from raykv.errors import NotSupportedError, RankUnavailableError
 from raykv.rank import RankKV
-from raykv.rank_handle import Done, RankHandle, Reply
+from raykv.rank_handle import Done, Failed, RankHandle, Reply
 from raykv.rank_service import undo
 
 T = TypeVar("T")
@@ -80,12 +80,12 @@ class LocalRank(RankHandle):
     def submit(self, requests: SequenceOf[GenerationRequest]) -> Reply[None]:
         """See RankHandle."""
         worker = self._engine()
-        return worker.call(lambda: worker.engine.submit(requests))
+        return self._do(lambda: worker.engine.submit(requests))
 
     def abort(self, request_ids: SequenceOf[str]) -> Reply[None]:
         """See RankHandle."""
         worker = self._engine()
-        return worker.call(lambda: worker.engine.abort(request_ids))
+        return self._do(lambda: worker.engine.abort(request_ids))
 
     def poll(self, wait_s: float) -> list[TokenDelta]:
         """See RankHandle."""
@@ -99,11 +99,14 @@ class LocalRank(RankHandle):
 
     def _do(self, function: Callable[[], T]) -> Reply[T]:
         if self._closed:
-            raise RankUnavailableError(f"rank {self.dp_rank} was closed: make a new pool")
-        if self.worker is not None:
-            return self.worker.call(function)
-        with self._lock:
-            return Done(function())
+            return Failed(RankUnavailableError(f"rank {self.dp_rank} was closed: make a new pool"))
+        try:
+            if self.worker is not None:
+                return self.worker.call(function)
+            with self._lock:
+                return Done(function())
+        except Exception as error:  # noqa: BLE001 - it belongs to whoever asks for the result
+            return Failed(error)
 
     def _engine(self) -> RankWorker:
         if self.worker is None:

@@ -31,7 +31,7 @@ from raykv.engine.worker import RankWorker
 from raykv.errors import NotSupportedError, RankUnavailableError, RequestError
 from raykv.generation import Generations, Listener, sample_id
 from raykv.local_rank import LocalRank
-from raykv.rank_handle import RankHandle, Reply
+from raykv.rank_handle import RankHandle, results
 from raykv.routing import Router
 
 Prompts: TypeAlias = str | TokenIds | SequenceOf[str | TokenIds]
@@ -100,8 +100,9 @@ class BlockManagerPool(KVCacheManager):
 
     def cache(self, sequence: Sequence, num_tokens: int | None = None) -> None:
         """See KVCacheManager."""
-        if sequence.dp_rank is not None:
-            self.ranks[sequence.dp_rank].cache(sequence, num_tokens).result()
+        rank = self._rank_of(sequence)
+        if rank is not None:
+            self.ranks[rank].cache(sequence, num_tokens).result()
 
     def select_rank(self, sequence: Sequence) -> int:
         """The rank that holds the sequence, or the one that ``allocate`` would choose now."""
@@ -234,7 +235,7 @@ class BlockManagerPool(KVCacheManager):
 
     def reset_prefix_cache(self) -> list[int]:
         """See KVCacheManager."""
-        return _results([rank.reset_prefix_cache() for rank in self.ranks])
+        return results([rank.reset_prefix_cache() for rank in self.ranks])
 
     def stats(self) -> PoolStats:
         """See KVCacheManager."""
@@ -242,7 +243,7 @@ class BlockManagerPool(KVCacheManager):
 
     def check_integrity(self) -> None:
         """See KVCacheManager."""
-        _results([rank.check_integrity() for rank in self.ranks])
+        results([rank.check_integrity() for rank in self.ranks])
 
     def close(self) -> None:
         """Let go of all ranks; idempotent. Requests under way fail."""
@@ -262,13 +263,22 @@ class BlockManagerPool(KVCacheManager):
 
     # -- details --------------------------------------------------------------------------------
 
+    def _rank_of(self, sequence: Sequence) -> int | None:
+        rank = sequence.dp_rank
+        if rank is not None and not 0 <= rank < len(self.ranks):
+            raise RequestError(
+                f"{sequence!r} belongs to another pool, for this one's ranks are "
+                f"0..{len(self.ranks) - 1}: deallocate it there first"
+            )
+        return rank
+
     def _rank_stats(self) -> list[RankStats]:
-        _results([rank.refresh() for rank in self.ranks])
+        results([rank.refresh() for rank in self.ranks])
         return [rank.stats for rank in self.ranks]
 
     def _select(self, members: list[Sequence], targets: list[int]) -> list[int]:
         """A rank per sequence; what the list itself takes counts against its later members."""
-        chosen = [sequence.dp_rank for sequence in members]
+        chosen = [self._rank_of(sequence) for sequence in members]
         if None not in chosen:
             return chosen  # type: ignore[return-value]  # no None among them
         stats = [rank.stats for rank in self.ranks]
@@ -290,6 +300,7 @@ class BlockManagerPool(KVCacheManager):
             rank: [s.kv_state.num_blocks if s.single_block_id else None for s in members]
             for rank, (members, _) in groups.items()
         }
+        preset = [(s, s.dp_rank) for members, _ in groups.values() for s in members]
         replies = {
             rank: self.ranks[rank].allocate(members, targets)
             for rank, (members, targets) in groups.items()
@@ -304,7 +315,9 @@ class BlockManagerPool(KVCacheManager):
                 errors.append(error)
         if len(done) == len(groups):
             return True
-        _results([self.ranks[rank].undo(groups[rank][0], before[rank]) for rank in done])
+        results([self.ranks[rank].undo(groups[rank][0], before[rank]) for rank in done])
+        for sequence, dp_rank in preset:
+            sequence.dp_rank = dp_rank  # what the caller chose outlasts the refusal
         if errors:
             raise errors[0]
         return False
@@ -312,11 +325,12 @@ class BlockManagerPool(KVCacheManager):
     def _release(self, sequences: Sequences, *, publish: bool) -> None:
         groups: dict[int, list[Sequence]] = {}
         for sequence in flatten(sequences):
-            if sequence.dp_rank is None:
+            rank = self._rank_of(sequence)
+            if rank is None:
                 sequence.reset()
             else:
-                groups.setdefault(sequence.dp_rank, []).append(sequence)
-        _results(
+                groups.setdefault(rank, []).append(sequence)
+        results(
             [self.ranks[rank].release(group, publish=publish) for rank, group in groups.items()]
         )
 
@@ -346,7 +360,3 @@ def _collect(deltas: queue.SimpleQueue[TokenDelta], num_requests: int) -> dict[s
         if delta.output is not None:
             outputs[delta.request_id] = delta.output
     return outputs
-
-
-def _results(replies: list[Reply[Any]]) -> list[Any]:
-    return [reply.result() for reply in replies]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NoReturn, Protocol, TypeVar
 
 from raykv.core.kv_cache_manager import RankStats
 from raykv.core.sequence import Sequence
@@ -32,6 +32,21 @@ class Done(Generic[T]):
     def result(self) -> T:
         """The value."""
         return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A reply that is an error: calls raise only here, so that those to other ranks go on.
+
+    Attributes:
+        error: what ``result`` raises.
+    """
+
+    error: Exception
+
+    def result(self) -> NoReturn:
+        """Raise it."""
+        raise self.error
 
 
 class RankHandle(ABC):
@@ -97,3 +112,17 @@ class RankHandle(ABC):
     @abstractmethod
     def close(self) -> None:
         """Let go of the rank; idempotent."""
+
+
+def results(replies: SequenceOf[Reply[T]]) -> list[T]:
+    """What all replies say, in order; raises the first error once every reply was read."""
+    values: list[T] = []
+    errors: list[Exception] = []
+    for reply in replies:
+        try:
+            values.append(reply.result())
+        except Exception as error:  # noqa: BLE001 - raised below: a reply unread is a copy out of date
+            errors.append(error)
+    if errors:
+        raise errors[0]
+    return values

@@ -28,6 +28,7 @@ class RankHost:
     def __init__(self, config: PoolConfig, dp_rank: int, epoch: int) -> None:
         self._kv, engine = build_rank(config, dp_rank)
         self._service = RankService(self._kv, epoch, engine)
+        self._stats = self._kv.rank_stats()
         self._worker = None if engine is None else RankWorker(engine)
 
     def info(self) -> RankInfo:
@@ -41,13 +42,15 @@ class RankHost:
             node=socket.gethostname(),
             device=None if buffers is None else buffers.device,
             limits=None if worker is None else worker.engine.limits,
-            stats=self._kv.rank_stats() if worker is None else worker.stats,
+            stats=self._stats if worker is None else worker.stats,
         )
 
     def call(self, call: Call) -> Answer:
         """Apply a call; see RankService.apply."""
         if self._worker is None:
-            return self._service.apply(call)
+            answer = self._service.apply(call)
+            self._stats = answer.stats  # reading counters is the owner's affair: `info` gets these
+            return answer
         return self._worker.call(lambda: self._service.apply(call)).result()
 
     def poll(self, driver_id: str, wait_s: float) -> Outputs:

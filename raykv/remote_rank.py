@@ -15,8 +15,9 @@ import numpy as np
 from raykv.core.kv_cache_manager import RankStats
 from raykv.core.sequence import KVCacheState, Sequence
 from raykv.engine.params import GenerationRequest, TokenDelta
+from raykv.errors import RequestError
 from raykv.messages import Answer, Call, Operation, Outputs, RankInfo, SequenceState, SequenceUpdate
-from raykv.rank_handle import Done, RankHandle, Reply
+from raykv.rank_handle import Done, Failed, RankHandle, Reply
 
 
 class RemoteRank(RankHandle):
@@ -35,7 +36,8 @@ class RemoteRank(RankHandle):
         self.driver_id = driver_id
         self._stats = info.stats
         self._numbers = itertools.count(1)
-        self._num_sent: dict[Hashable, int] = {}  # tokens that the rank has, by sequence id
+        # Sequences with memory there, by id, and how many of their tokens the rank has.
+        self._held: dict[Hashable, tuple[Sequence, int]] = {}
         self._lock = threading.Lock()
 
     @abstractmethod
@@ -97,17 +99,28 @@ class RemoteRank(RankHandle):
 
     def _call(
         self, operation: Operation, sequences: list[Sequence] | None = None, argument: Any = None
-    ) -> _RemoteReply:
+    ) -> Reply[Any]:
         sequences = sequences or []
         with self._lock:
-            updates = tuple(self._update(sequence) for sequence in sequences)
+            try:
+                updates = tuple(self._update(sequence) for sequence in sequences)
+            except RequestError as error:
+                return Failed(error)
             call = Call(
                 self.driver_id, next(self._numbers), self.info.epoch, operation, updates, argument
             )
-            return _RemoteReply(self.send(call), lambda answer: self._apply(answer, sequences))
+            return _RemoteReply(
+                self.send(call), lambda answer: self._apply(answer, call, sequences)
+            )
 
     def _update(self, sequence: Sequence) -> SequenceUpdate:
-        known = self._num_sent.get(sequence.seq_id, 0) if sequence.single_block_id else 0
+        holder, known = self._held.get(sequence.seq_id, (None, 0))
+        if sequence.single_block_id is None:
+            known = 0
+        elif holder is not sequence:
+            raise RequestError(
+                f"{sequence!r} belongs to another pool or rank: deallocate it there first"
+            )
         state = sequence.kv_state
         return SequenceUpdate(
             seq_id=sequence.seq_id,
@@ -119,21 +132,28 @@ class RemoteRank(RankHandle):
             counted=sequence.counted,
         )
 
-    def _apply(self, answer: Answer, sequences: list[Sequence]) -> Any:
+    def _apply(self, answer: Answer, call: Call, sequences: list[Sequence]) -> Any:
         with self._lock:
             self._stats = answer.stats
-            if answer.error is None:
-                for sequence, state in zip(sequences, answer.states, strict=True):
-                    self._mirror(sequence, state)
+            for sequence, update, state in zip(sequences, call.updates, answer.states, strict=True):
+                # A failed call may have come to some of the sequences, but admitted none.
+                if answer.error is None or self._holds(sequence):
+                    num_sent = update.num_known_tokens + len(update.token_ids)
+                    self._mirror(sequence, state, num_sent)
+                    if call.operation in {"release", "undo"} and state.single_block_id is None:
+                        sequence.reset()
         if answer.error is not None:
             raise answer.error
         return answer.value
 
-    def _mirror(self, sequence: Sequence, state: SequenceState) -> None:
+    def _holds(self, sequence: Sequence) -> bool:
+        return self._held.get(sequence.seq_id, (None, 0))[0] is sequence
+
+    def _mirror(self, sequence: Sequence, state: SequenceState, num_sent: int) -> None:
         """Bring the driver's copy of a sequence to what the rank holds."""
         if state.single_block_id is None:
-            self._num_sent.pop(sequence.seq_id, None)
-            if sequence.single_block_id is not None or sequence.dp_rank is not None:
+            if self._holds(sequence):
+                del self._held[sequence.seq_id]
                 sequence.reset()
             return
         block_ids = sequence.kv_state.block_ids
@@ -150,7 +170,7 @@ class RemoteRank(RankHandle):
         sequence.dp_rank, sequence.single_block_id = self.dp_rank, state.single_block_id
         sequence.kv_state.block_size = self.block_size
         sequence.kv_state.block_ids = block_ids
-        self._num_sent[sequence.seq_id] = sequence.num_tokens
+        self._held[sequence.seq_id] = (sequence, num_sent)
 
 
 @dataclass(frozen=True, slots=True)

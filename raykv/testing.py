@@ -7,9 +7,10 @@ from typing import TypeVar
 
 from raykv.config import PoolConfig
 from raykv.engine.params import TokenDelta
+from raykv.errors import RankUnavailableError
 from raykv.messages import Answer, Call
 from raykv.pool import BlockManagerPool
-from raykv.rank_handle import Done, Reply
+from raykv.rank_handle import Done, Failed, Reply
 from raykv.rank_host import RankHost
 from raykv.remote_rank import RemoteRank
 
@@ -26,18 +27,28 @@ class LoopbackRank(RemoteRank):
     def __init__(self, host: RankHost, driver_id: str = "driver") -> None:
         super().__init__(host.info(), driver_id)
         self.host = host
+        self._is_closed = False
 
     def send(self, call: Call) -> Reply[Answer]:
         """Apply the call at once."""
-        return Done(_copy(self.host.call(_copy(call))))
+        try:
+            return Done(_copy(self._open_host().call(_copy(call))))
+        except Exception as error:  # noqa: BLE001 - it belongs to whoever asks for the result
+            return Failed(error)
 
     def poll(self, wait_s: float) -> list[TokenDelta]:
         """See RankHandle."""
-        return self.take(_copy(self.host.poll(self.driver_id, wait_s)))
+        return self.take(_copy(self._open_host().poll(self.driver_id, wait_s)))
 
     def close(self) -> None:
         """See RankHandle."""
+        self._is_closed = True
         self.host.close()
+
+    def _open_host(self) -> RankHost:
+        if self._is_closed:
+            raise RankUnavailableError(f"rank {self.dp_rank} was closed: make a new pool")
+        return self.host
 
 
 def loopback_pool(config: PoolConfig) -> BlockManagerPool:

@@ -66,7 +66,9 @@ def parse_conversations(text: str, name: str) -> list[Conversation]:
         if line.strip()
     ]
     if not found:
-        raise ConfigError(f"{name} holds no conversations; write one JSON object a line: {_FORMATS}")
+        raise ConfigError(
+            f"{name} holds no conversations; write one JSON object a line: {_FORMATS}"
+        )
     return found
 
 
@@ -107,4 +109,5 @@ def _text(content: Any) -> Any:
     if not isinstance(content, list):
         return content
     parts = [part.get("text") if isinstance(part, dict) else None for part in content]
-    return "".join(parts) if all(isinstance(part, str) for part in parts) else None
+    texts = [part for part in parts if isinstance(part, str)]
+    return "".join(texts) if len(texts) == len(parts) else None

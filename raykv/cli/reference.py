@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -41,7 +42,7 @@ class Reference:
         return logits
 
     def generate(self, token_ids: Sequence[int], max_tokens: int) -> list[int]:
-        """Go on greedily with transformers' generate(), up to its end-of-sequence token."""
+        """Let transformers go on greedily, up to its end-of-sequence token or ``max_tokens``."""
         import torch  # noqa: PLC0415
         import transformers  # noqa: PLC0415
 
@@ -65,6 +66,57 @@ class Reference:
         finally:
             self._model.generation_config = before
         return [int(token) for token in output[0, prompt.shape[1] :]]
+
+    def decode_times(
+        self,
+        prompts: Sequence[Sequence[int]],
+        num_warmup: int,
+        num_steps: int,
+        on_step: Callable[[float], None],
+    ) -> tuple[list[float], list[float]]:
+        """Decode greedily with a DynamicCache, all prompts as one batch.
+
+        Args:
+            prompts: of equal length, so that nothing is padded.
+            num_warmup: steps before the measured ones.
+            num_steps: steps that are measured.
+            on_step: told about the fraction done.
+
+        Returns:
+            Seconds per step, and seconds per step in the cache's update, which concatenates.
+        """
+        import torch  # noqa: PLC0415
+
+        cache = _timed_cache(self._model.config)
+        steps, updates = [], []
+        tokens = torch.tensor([list(row) for row in prompts])
+        with torch.inference_mode():
+            for step in range(1 + num_warmup + num_steps):
+                before, began = cache.update_s, time.perf_counter()
+                output = self._model(
+                    input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1
+                )
+                tokens = output.logits[:, -1].argmax(-1, keepdim=True)
+                steps.append(time.perf_counter() - began)
+                updates.append(cache.update_s - before)
+                on_step(step / (num_warmup + num_steps))
+        return steps[1 + num_warmup :], updates[1 + num_warmup :]
+
+
+def _timed_cache(config: Any) -> Any:
+    """A DynamicCache that adds up the seconds its updates take."""
+    import transformers  # noqa: PLC0415
+
+    class TimedCache(transformers.DynamicCache):  # type: ignore[misc]  # untyped
+        update_s = 0.0
+
+        def update(self, *args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            result = super().update(*args, **kwargs)
+            self.update_s += time.perf_counter() - began
+            return result
+
+    return TimedCache(config=config)
 
 
 def _row(token_ids: Sequence[int]) -> Any:

@@ -12,7 +12,8 @@ from raykv.core.kv_cache_manager import RankStats
 
 from .results import Check, Figures, Report
 
-BAR_WIDTH = 48
+GAIN_WIDTH = 48
+BLOCKS_WIDTH = 24
 _STATES = (("used", "red"), ("pending", "magenta"), ("evictable", "yellow"), ("free", "green"))
 _GLYPHS = {"used": "█", "pending": "▓", "evictable": "▒", "free": "░"}
 
@@ -26,42 +27,40 @@ def print_report(report: Report, console: Console) -> None:
     console.print(check_list(report.checks))
 
 
-def figures_table(figures: Figures) -> Table:
-    """The figures with and without the prefix cache."""
+def figures_table(figures: Figures) -> RenderableType:
+    """The figures with and without the prefix cache, and what they mean."""
     f = figures
     table = Table(
         title=f"raykv demo: {f.model}, {f.dp_size} ranks of {f.num_blocks - 1} blocks "
         f"of {f.block_size} tokens",
         title_justify="left",
     )
-    table.add_column("")
+    table.add_column(f"{f.conversations} conversations")
     table.add_column("prefix cache", justify="right")
     table.add_column("without", justify="right")
-    table.add_column("")
+    table.add_column("gain", justify="right")
     computed = f.prompt_tokens - f.hit_tokens
-    rows = (
-        ("requests", f"{f.requests:,}", f"{f.requests:,}", f"{f.conversations} conversations"),
-        ("prompt tokens", f"{f.prompt_tokens:,}", f"{f.prompt_tokens:,}", "the same prompts"),
+    first_token_gain = _ratio(f.ttft_cold_ms, f.ttft_warm_ms)
+    speed_gain = _ratio(f.tokens_per_s, f.tokens_per_s_no_cache)
+    for row in (
+        ("requests", f"{f.requests:,}", f"{f.requests:,}", ""),
+        ("prompt tokens", f"{f.prompt_tokens:,}", f"{f.prompt_tokens:,}", ""),
         ("  computed", f"{computed:,}", f"{f.prompt_tokens:,}", ""),
-        ("  not computed again", f"{f.hit_tokens:,}", "0", f"hit rate {f.hit_rate:.1%}"),
-        (
-            "time to first token",
-            f"{f.ttft_warm_ms:,.0f} ms",
-            f"{f.ttft_cold_ms:,.0f} ms",
-            f"{_ratio(f.ttft_cold_ms, f.ttft_warm_ms)}, warm and empty cache; median of "
-            f"{f.ttft_prompts}, one at a time",
-        ),
-        (
-            "generated tokens/s",
-            f"{f.tokens_per_s:.1f}",
-            f"{f.tokens_per_s_no_cache:.1f}",
-            f"{_ratio(f.tokens_per_s, f.tokens_per_s_no_cache)}, per wall second of all "
-            "conversations, prefills included",
-        ),
-    )
-    for row in rows:
+        ("  not computed again", f"{f.hit_tokens:,}", "0", f"{f.hit_rate:.1%} hit rate"),
+        ("time to first token, ms", f"{f.ttft_warm_ms:,.0f}", f"{f.ttft_cold_ms:,.0f}",
+         first_token_gain),
+        ("generated tokens/s", f"{f.tokens_per_s:.1f}", f"{f.tokens_per_s_no_cache:.1f}",
+         speed_gain),
+    ):  # fmt: skip
         table.add_row(*row)
-    return table
+    notes = Text(
+        f"time to first token: the same {f.ttft_prompts} prompts with a warm and an empty cache, "
+        "one at a time, queueing excluded, median\n"
+        f"generated tokens/s: the {f.generated_tokens:,} tokens of all answers per wall second of "
+        "the run, prefills included",
+        style="dim",
+    )
+    return Group(table, notes)
 
 
 def gain_bars(figures: Figures) -> RenderableType:
@@ -88,30 +87,30 @@ def gain_bars(figures: Figures) -> RenderableType:
 
 def block_bars(peak: Sequence[RankStats], drained: Sequence[RankStats]) -> RenderableType:
     """Blocks by state, a stacked bar per rank: when it used most, and after the last answer."""
-    lines = [Text("\nblocks by state per rank", style="bold")]
+    table = Table(box=None, padding=(0, 1), title_justify="left", title_style="bold")
+    table.title = "\nblocks by state per rank"
+    table.add_column("")
+    table.add_column("")
+    for name, style in _STATES:
+        table.add_column(Text(f"{_GLYPHS[name]} {name}", style=style), justify="right")
     for title, stats in (("fullest", peak), ("drained", drained)):
         for index, rank in enumerate(stats):
-            line = Text(f"  rank {index} {title}  ")
-            line.append_text(stacked_bar(rank))
-            line.append("  " + ", ".join(f"{count} {name}" for name, count in states(rank)))
-            lines.append(line)
-    legend = Text("  ")
-    for name, style in _STATES:
-        legend.append(f"{_GLYPHS[name]} {name}  ", style=style)
-    return Group(*lines, legend)
+            counts = (str(count) for _, count in states(rank))
+            table.add_row(f"rank {index} {title}", stacked_bar(rank), *counts)
+    return table
 
 
 def check_list(checks: Iterable[Check]) -> RenderableType:
     """What was verified, a line each."""
-    lines = [Text("\nverified", style="bold")]
+    table = Table(box=None, padding=(0, 1), show_header=False)
+    table.title, table.title_justify, table.title_style = "\nverified", "left", "bold"
     for check in checks:
-        line = Text("  ok    " if check.ok else "  FAIL  ", style="green" if check.ok else "bold red")
-        line.append(f"{check.name}: {check.detail}", style="default")
-        lines.append(line)
-    return Group(*lines)
+        mark = Text("ok", style="green") if check.ok else Text("FAIL", style="bold red")
+        table.add_row(mark, Text(f"{check.name}: {check.detail}"))
+    return table
 
 
-def bar(fraction: float, width: int = BAR_WIDTH) -> str:
+def bar(fraction: float, width: int = GAIN_WIDTH) -> str:
     """A bar of ``fraction`` of the width, in eighths of a character."""
     full, eighths = divmod(round(max(0.0, min(fraction, 1.0)) * width * 8), 8)
     return "█" * full + (" ▏▎▍▌▋▊▉"[eighths] if eighths else "")
@@ -128,7 +127,7 @@ def states(rank: RankStats) -> list[tuple[str, int]]:
     return [(name, counts[name]) for name, _ in _STATES]
 
 
-def stacked_bar(rank: RankStats, width: int = BAR_WIDTH) -> Text:
+def stacked_bar(rank: RankStats, width: int = BLOCKS_WIDTH) -> Text:
     """One bar of exactly ``width`` characters; a state with any blocks shows at least one."""
     counts = dict(states(rank))
     total = max(rank.num_total_blocks, 1)

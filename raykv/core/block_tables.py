@@ -5,6 +5,7 @@ from numpy.typing import NDArray
 
 from raykv.errors import IntegrityError
 
+from .manager import BlockManager
 from .tokens import BlockIds, Index
 
 
@@ -13,12 +14,12 @@ class BlockTables:
 
     Attributes:
         table: int32 [num_rows, max_blocks], physical block ids; 0 (padding) behind a row's end.
-        num_blocks: int32 [num_rows], blocks in each row.
+        num_blocks: int64 [num_rows], blocks in each row.
     """
 
     def __init__(self, num_rows: int, max_blocks: int) -> None:
         self.table = np.zeros((num_rows, max_blocks), np.int32)
-        self.num_blocks = np.zeros(num_rows, np.int32)
+        self.num_blocks = np.zeros(num_rows, np.int64)
 
     def ids(self, row: int) -> BlockIds:
         """The blocks of one row, int32 [n], a read-only copy."""
@@ -33,20 +34,48 @@ class BlockTables:
         self.num_blocks[row] = start + len(ids)
 
     def append_many(
-        self, rows: NDArray[np.int32], counts: NDArray[np.int32], ids: BlockIds | Index
+        self, rows: NDArray[np.int64], counts: NDArray[np.int64], ids: BlockIds | Index
     ) -> None:
         """Add ``counts[i]`` blocks to row ``rows[i]``, taken from ``ids`` in this order.
 
         Args:
-            rows: int32 [n], distinct.
-            counts: int32 [n].
+            rows: int64 [n], distinct.
+            counts: int64 [n], each at least 1.
             ids: int [counts.sum()].
         """
         starts = self.num_blocks[rows]
+        if len(ids) == len(rows):  # one block each, as in a decode step
+            self.table[rows, starts] = ids
+            self.num_blocks[rows] = starts + 1
+            return
         before = np.cumsum(counts) - counts
         columns = np.arange(len(ids)) - np.repeat(before - starts, counts)
         self.table[np.repeat(rows, counts), columns] = ids
         self.num_blocks[rows] = starts + counts
+
+    def grow(
+        self, manager: BlockManager, rows: NDArray[np.int64], num_tokens: NDArray[np.int64]
+    ) -> bool:
+        """Give rows the blocks that their sequences' tokens need, all or nothing: a decode step.
+
+        Args:
+            manager: where blocks come from.
+            rows: int64 [n], distinct.
+            num_tokens: int64 [n], tokens that each row must hold.
+
+        Returns:
+            False if the manager is short of blocks; then no row changed.
+        """
+        needed = (num_tokens - 1) // manager.block_size + 1 - self.num_blocks[rows]
+        growing = np.flatnonzero(needed > 0)
+        if not len(growing):
+            return True
+        counts = needed[growing]
+        blocks = manager.allocate(int(counts.sum()))
+        if blocks is None:
+            return False
+        self.append_many(rows[growing], counts, blocks.detach())
+        return True
 
     def truncate(self, row: int, num_blocks: int) -> BlockIds:
         """Cut a row; return the ids cut off, int32 [n]."""

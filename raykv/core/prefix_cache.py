@@ -56,7 +56,7 @@ class PrefixCache:
 
     def match(self, token_ids: TokenIds, *, namespace: Namespace = DEFAULT) -> Index:
         """Ids of the longest cached prefix, int64 [n]; takes no reference, changes nothing."""
-        return path_ids(self.find(token_ids, namespace))
+        return path_ids(self.find(token_ids, namespace)).copy()
 
     def contains(self, token_ids: TokenIds, *, namespace: Namespace = DEFAULT) -> bool:
         """Whether every full block of the tokens is cached, and there is one."""
@@ -362,9 +362,15 @@ def path_length(path: Path) -> int:
 
 
 def path_ids(path: Path) -> Index:
-    """Ids along a match, int64 [n], a copy."""
+    """Ids along a match, int64 [n].
+
+    May alias a run's array: its blocks keep their places there as long as somebody holds them.
+    """
     if not path:
         return NO_INDEX
+    if len(path) == 1:
+        run, count = path[0]
+        return run.ids[:count]
     return np.concatenate([run.ids[:count] for run, count in path])
 
 

@@ -201,8 +201,8 @@ class EngineLimits:
 
 
 def _is_int(value: object, low: int = 0, high: float = float("inf")) -> bool:
-    return isinstance(value, int | np.integer) and low <= value <= high
+    return isinstance(value, int | np.integer) and low <= int(value) <= high
 
 
 def _is_number(value: object, low: float, high: float) -> bool:
-    return isinstance(value, int | float | np.integer | np.floating) and low <= value <= high
+    return isinstance(value, int | float | np.number) and low <= float(value) <= high

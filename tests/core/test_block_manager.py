@@ -896,6 +896,17 @@ def test_a_stale_sequence_publishes_nothing_below_a_fresh_copy_of_its_prefix(mak
     assert hit_ids(manager, run_of(2, 1, 2, 3)) == fresh
 
 
+def test_only_what_stands_before_the_first_stale_block_is_published(make_manager):
+    manager = make_manager(12, 2)
+    tokens = run_of(2, 1, 2, 3, 4)
+    stale = manager.allocate(1)
+    manager.reset_prefix_cache()
+    mixed = Blocks.concat([manager.allocate(2), stale, manager.allocate(1)])
+    assert manager.cache(tokens, mixed) == 2
+    assert hit_ids(manager, tokens) == mixed.ids.tolist()[:2]
+    assert manager.cache(tokens, mixed) == 0
+
+
 def test_ids_freed_after_a_reset_may_be_published_again(make_manager):
     manager = make_manager(4, 2)
     tokens = run_of(2, 1, 2, 3)

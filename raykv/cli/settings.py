@@ -1,0 +1,110 @@
+"""From the demo's options to a pool's configuration."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from raykv.config import PoolConfig
+from raykv.errors import ConfigError, NotSupportedError
+
+
+@dataclass(frozen=True, slots=True)
+class DemoOptions:
+    """What the user asked for; None where nothing was said.
+
+    Attributes:
+        model: a known name, a folder or a hub id.
+        conversations: a file of conversations.
+        config: a YAML file of a PoolConfig; options win over it.
+        ranks: dp_size.
+        num_blocks: blocks per rank, padding included.
+        block_size: tokens per block.
+        max_tokens: tokens per answer.
+        quick: whether to do little.
+    """
+
+    model: str | None = None
+    conversations: Path | None = None
+    config: Path | None = None
+    ranks: int | None = None
+    num_blocks: int | None = None
+    block_size: int | None = None
+    max_tokens: int | None = None
+    quick: bool = False
+
+
+def pool_config(options: DemoOptions) -> PoolConfig:
+    """The configuration of the demo's ranks: a file's settings, under the options, over defaults.
+
+    Raises:
+        ConfigError: a setting is impossible, or the file is bad.
+        NotSupportedError: K/V are not float32, in which warm and cold must agree to 1e-4.
+    """
+    values: dict[str, Any] = {"dp_size": 2, "num_blocks": 512, "block_size": 16}
+    if options.config is not None:
+        values |= PoolConfig.from_yaml(options.config).model_dump(exclude_unset=True)
+    chosen = {
+        "dp_size": options.ranks,
+        "num_blocks": options.num_blocks,
+        "block_size": options.block_size,
+    }
+    values |= {name: value for name, value in chosen.items() if value is not None}
+    model = dict(values.get("model") or {})
+    # Short steps: the first request publishes the system prompt before the others are admitted.
+    model.setdefault("max_num_batched_tokens", 256)
+    model.setdefault("path", "smollm2")
+    if options.model is not None:
+        model["path"] = options.model
+    memory = dict(values.get("memory") or {})
+    memory.setdefault("device", "cpu")
+    if memory.get("dtype", "float32") != "float32":
+        raise NotSupportedError(
+            f"memory.dtype is {memory['dtype']}, but the demo compares logits to 1e-4: "
+            "use float32, or leave it out"
+        )
+    try:
+        return PoolConfig(**{**values, "model": model, "memory": memory})
+    except ConfigError as error:
+        raise ConfigError(_in_option_names(str(error))) from None
+
+
+def one_rank(config: PoolConfig, num_blocks: int, **model: Any) -> PoolConfig:
+    """The configuration of one rank in this process, on the CPU, for the same model and blocks.
+
+    Args:
+        config: of the demo's pool.
+        num_blocks: its blocks, padding included.
+        model: settings of the model that differ.
+    """
+    assert config.model is not None, "pool_config sets it"
+    values: dict[str, Any] = {
+        "num_blocks": num_blocks,
+        "block_size": config.block_size,
+        "memory": {"device": "cpu"},
+        "model": config.model.model_dump() | model,
+    }
+    return PoolConfig(**values)
+
+
+def quiet_libraries() -> None:
+    """Keep libraries from writing between our lines; for this process and the ranks it starts."""
+    for name, value in (
+        ("TOKENIZERS_PARALLELISM", "false"),
+        ("TRANSFORMERS_VERBOSITY", "error"),
+        ("HF_HUB_DISABLE_PROGRESS_BARS", "1"),
+        ("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0"),
+        ("RAY_DEDUP_LOGS", "0"),
+    ):
+        os.environ.setdefault(name, value)
+
+
+def _in_option_names(message: str) -> str:
+    """Call settings what the user called them."""
+    for setting, option in (
+        ("dp_size", "--ranks"), ("num_blocks", "--num-blocks"), ("block_size", "--block-size"),
+    ):  # fmt: skip
+        message = message.replace(f"{setting}:", f"{option}:")
+    return message

@@ -1,0 +1,65 @@
+"""Pools of every kind for one and the same test."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+
+import pytest
+
+from raykv import BlockManagerPool, PoolConfig
+from raykv.testing import loopback_pool
+
+KINDS = ["local", "loopback", "ray"]
+SETTINGS = {"num_blocks": 10, "block_size": 4, "num_single_blocks": 9}
+
+
+@pytest.fixture(scope="module")
+def _ray():
+    """A local Ray. Its directory has a short name, for sockets lie in it."""
+    import ray  # noqa: PLC0415 - for Ray's variants only
+
+    folder = tempfile.mkdtemp(prefix="rk", dir="/tmp")
+    ray.init(
+        address="local",
+        num_cpus=8,
+        include_dashboard=False,
+        logging_level=logging.ERROR,
+        log_to_driver=False,
+        object_store_memory=100 * 2**20,
+        _node_ip_address="127.0.0.1",
+        _temp_dir=folder,
+    )
+    yield
+    ray.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(params=KINDS)
+def kind(request):
+    if request.param == "ray":
+        request.getfixturevalue("_ray")
+    return request.param
+
+
+@pytest.fixture
+def make_pool(kind):
+    """Makes pools whose books are checked when the test is over."""
+    made = []
+
+    def make(**settings):
+        config = PoolConfig(**SETTINGS | settings)
+        if kind == "ray":
+            from raykv.actors import launch  # noqa: PLC0415 - for Ray's variants only
+
+            pool = launch(config)
+        else:
+            pool = {"local": BlockManagerPool.local, "loopback": loopback_pool}[kind](config)
+        made.append(pool)
+        return pool
+
+    yield make
+    for pool in made:
+        pool.check_integrity()
+        pool.close()
