@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ray
+from ray._private import ray_constants
 from ray.util import placement_group as make_placement_group
 from ray.util import remove_placement_group
 
@@ -128,16 +130,35 @@ def _start(config: PoolConfig, namespace: str | None) -> None:
         ray.init(namespace=namespace)
         return
     num_cpus = max(os.cpu_count() or 1, math.ceil(config.dp_size * config.ray.num_cpus))
-    ray.init(
-        address="local",
-        num_cpus=num_cpus,
-        namespace=namespace,
-        include_dashboard=False,
-        logging_level=logging.ERROR,
-        log_to_driver=False,
-        object_store_memory=_OBJECT_STORE_BYTES,
-        _node_ip_address="127.0.0.1",
-    )
+    with _loopback_only():
+        ray.init(
+            address="local",
+            num_cpus=num_cpus,
+            namespace=namespace,
+            include_dashboard=False,
+            logging_level=logging.ERROR,
+            log_to_driver=False,
+            object_store_memory=_OBJECT_STORE_BYTES,
+        )
+
+
+@contextlib.contextmanager
+def _loopback_only() -> Iterator[None]:
+    """While this lasts, a Ray that starts listens on 127.0.0.1 only.
+
+    On Linux Ray listens on all interfaces, for others may join it; on macOS it does not. The
+    switch between the two has no public name, and where it is missing nothing is changed.
+    """
+    switch = "ENABLE_RAY_CLUSTER"
+    before = getattr(ray_constants, switch, None)
+    if before is None:
+        yield
+        return
+    setattr(ray_constants, switch, False)
+    try:
+        yield
+    finally:
+        setattr(ray_constants, switch, before)
 
 
 def _release() -> None:

@@ -49,7 +49,7 @@ class RankHost:
         """Apply a call; see RankService.apply."""
         if self._worker is None:
             answer = self._service.apply(call)
-            self._stats = answer.stats  # reading counters is the owner's affair: `info` gets these
+            self._stats = self._kv.rank_stats()  # `info` runs on a thread that may not look itself
             return answer
         return self._worker.call(lambda: self._service.apply(call)).result()
 

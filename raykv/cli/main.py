@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 import raykv
-from raykv.errors import RaykvError
+from raykv.errors import IntegrityError, RaykvError
 
 app = typer.Typer(
     name="raykv",
@@ -148,6 +148,8 @@ def run(arguments: list[str] | None = None) -> int:
         status = app(args=arguments, prog_name="raykv", standalone_mode=False)
     except _USAGE_ERROR as error:
         return _complain(str(getattr(error, "format_message", error.__str__)()), 2)
+    except IntegrityError as error:
+        return _complain(str(error), 1)
     except RaykvError as error:
         return _complain(str(error), 2)
     except (KeyboardInterrupt, typer.Abort):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -67,40 +68,47 @@ class Reference:
             self._model.generation_config = before
         return [int(token) for token in output[0, prompt.shape[1] :]]
 
-    def decode_times(
-        self,
-        prompts: Sequence[Sequence[int]],
-        num_warmup: int,
-        num_steps: int,
-        on_step: Callable[[float], None],
-    ) -> tuple[list[float], list[float]]:
-        """Decode greedily with a DynamicCache, all prompts as one batch.
+    def decoder(self, prompts: Sequence[Sequence[int]]) -> DynamicDecoder:
+        """Greedy decoding of prompts of equal length as one batch, over a DynamicCache."""
+        return DynamicDecoder(self._model, prompts)
 
-        Args:
-            prompts: of equal length, so that nothing is padded.
-            num_warmup: steps before the measured ones.
-            num_steps: steps that are measured.
-            on_step: told about the fraction done.
+
+class DynamicDecoder:
+    """Decodes a batch with transformers' DynamicCache; the baseline of raykv's decode steps.
+
+    Args:
+        model: a causal language model with its own attention.
+        prompts: of equal length, so that nothing is padded.
+    """
+
+    def __init__(self, model: Any, prompts: Sequence[Sequence[int]]) -> None:
+        import torch  # noqa: PLC0415
+
+        self._model = model
+        self._cache = _timed_cache(model.config)
+        parameters = inspect.signature(model.forward).parameters
+        # transformers renamed the argument in 5.2x, and warns about the old name.
+        self._cache_name = "cache" if "cache" in parameters else "past_key_values"
+        self._tokens = torch.tensor([list(row) for row in prompts])
+
+    def step(self) -> tuple[float, float]:
+        """Prefill at first, then decode one token each.
 
         Returns:
-            Seconds per step, and seconds per step in the cache's update, which concatenates.
+            Seconds of the step, and those of it in the cache's update, which concatenates.
         """
         import torch  # noqa: PLC0415
 
-        cache = _timed_cache(self._model.config)
-        steps, updates = [], []
-        tokens = torch.tensor([list(row) for row in prompts])
+        before, began = self._cache.update_s, time.perf_counter()
         with torch.inference_mode():
-            for step in range(1 + num_warmup + num_steps):
-                before, began = cache.update_s, time.perf_counter()
-                output = self._model(
-                    input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1
-                )
-                tokens = output.logits[:, -1].argmax(-1, keepdim=True)
-                steps.append(time.perf_counter() - began)
-                updates.append(cache.update_s - before)
-                on_step(step / (num_warmup + num_steps))
-        return steps[1 + num_warmup :], updates[1 + num_warmup :]
+            output = self._model(
+                input_ids=self._tokens,
+                use_cache=True,
+                logits_to_keep=1,
+                **{self._cache_name: self._cache},
+            )
+            self._tokens = output.logits[:, -1].argmax(-1, keepdim=True)
+        return time.perf_counter() - began, self._cache.update_s - before
 
 
 def _timed_cache(config: Any) -> Any:

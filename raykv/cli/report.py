@@ -13,7 +13,7 @@ from raykv.core.kv_cache_manager import RankStats
 from .results import Check, Figures, Report
 
 GAIN_WIDTH = 48
-BLOCKS_WIDTH = 24
+BLOCKS_WIDTH = 20
 _STATES = (("used", "red"), ("pending", "magenta"), ("evictable", "yellow"), ("free", "green"))
 _GLYPHS = {"used": "█", "pending": "▓", "evictable": "▒", "free": "░"}
 
@@ -87,8 +87,7 @@ def gain_bars(figures: Figures) -> RenderableType:
 
 def block_bars(peak: Sequence[RankStats], drained: Sequence[RankStats]) -> RenderableType:
     """Blocks by state, a stacked bar per rank: when it used most, and after the last answer."""
-    table = Table(box=None, padding=(0, 1), title_justify="left", title_style="bold")
-    table.title = "\nblocks by state per rank"
+    table = Table(box=None, padding=(0, 1))
     table.add_column("")
     table.add_column("")
     for name, style in _STATES:
@@ -97,17 +96,16 @@ def block_bars(peak: Sequence[RankStats], drained: Sequence[RankStats]) -> Rende
         for index, rank in enumerate(stats):
             counts = (str(count) for _, count in states(rank))
             table.add_row(f"rank {index} {title}", stacked_bar(rank), *counts)
-    return table
+    return Group(Text("\nblocks by state per rank", style="bold"), table)
 
 
 def check_list(checks: Iterable[Check]) -> RenderableType:
     """What was verified, a line each."""
     table = Table(box=None, padding=(0, 1), show_header=False)
-    table.title, table.title_justify, table.title_style = "\nverified", "left", "bold"
     for check in checks:
         mark = Text("ok", style="green") if check.ok else Text("FAIL", style="bold red")
         table.add_row(mark, Text(f"{check.name}: {check.detail}"))
-    return table
+    return Group(Text("\nverified", style="bold"), table)
 
 
 def bar(fraction: float, width: int = GAIN_WIDTH) -> str:

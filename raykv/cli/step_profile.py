@@ -22,6 +22,8 @@ from .settings import DemoOptions, one_rank, pool_config
 if TYPE_CHECKING:
     from raykv.engine.engine import Engine
 
+    from .reference import DynamicDecoder
+
 SEQUENCES = (1, 8, 32)
 _WARMUP_STEPS = 2
 
@@ -105,15 +107,9 @@ def run_profile(options: DemoOptions, steps: Steps) -> Profile:
         tokens = np.random.default_rng(count).integers(
             0, engine.limits.vocab_size, (count, context), np.int32
         )
-        with steps.step(f"{count} sequences, raykv") as update:
-            parts = _raykv_steps(engine, tokens, num_steps, update)
-        with steps.step(f"{count} sequences, DynamicCache") as update:
-            step_s, concat_s = reference.decode_times(
-                tokens.tolist(), _WARMUP_STEPS, num_steps, lambda done: update(done, "")
-            )
-        rows.append(
-            StepTimes(count, **parts, dynamic_step_ms=_ms(step_s), dynamic_concat_ms=_ms(concat_s))
-        )
+        with steps.step(f"{count} sequences") as update:
+            decoder = reference.decoder(tokens.tolist())
+            rows.append(_measure(engine, decoder, tokens, num_steps, update))
     return Profile(path, context, num_steps, tuple(rows))
 
 
@@ -155,49 +151,46 @@ def _engine(config: PoolConfig, num_blocks: int, num_batched_tokens: int) -> Eng
     return engine
 
 
-def _raykv_steps(engine: Engine, tokens: Any, num_steps: int, update: Update) -> dict[str, float]:
-    """Prefill all sequences, then measure steps in which all of them decode."""
-    total = _WARMUP_STEPS + num_steps
-    params = SamplingParams(max_tokens=total + 1, ignore_eos=True)
+def _measure(
+    engine: Engine, decoder: DynamicDecoder, tokens: Any, num_steps: int, update: Update
+) -> StepTimes:
+    """Prefill both, then decode with each in turn, so that other load on the box meets both."""
+    params = SamplingParams(max_tokens=1 + _WARMUP_STEPS + num_steps, ignore_eos=True)
     engine.kv.reset_prefix_cache()
     engine.submit(
         GenerationRequest(f"profile-{index}", row, params) for index, row in enumerate(tokens)
     )
-    runner: Any = engine.model
+    update(None, "prefill")
+    engine.step()
+    decoder.step()
     samples: list[dict[str, float]] = []
-    while engine.has_work:
-        decoding = _all_decode(engine, len(tokens))
-        runner.profile = decoding
-        before, timings = engine.stats(), dict(runner.timings)
-        began = time.perf_counter()
-        engine.step()
-        wall_s = time.perf_counter() - began
-        if not decoding:
-            update(None, "prefill")
-            continue
-        parts = {name: runner.timings[name] - timings[name] for name in timings}
-        model_s = engine.stats().model_s - before.model_s
-        known = parts["gather"] + parts["write"] + parts["attention"]
-        samples.append(
-            {
-                "step_ms": wall_s,
-                "engine_ms": wall_s - model_s,
-                "gather_ms": parts["gather"],
-                "write_ms": parts["write"],
-                "attention_ms": parts["attention"],
-                "model_ms": model_s - known,
-            }
-        )
-        update(min(1.0, len(samples) / total), "")
-    runner.profile = False
+    for step in range(_WARMUP_STEPS + num_steps):
+        assert all(task.num_remaining == 1 for task in engine.scheduler.running)
+        sample = _raykv_step(engine)
+        sample["dynamic_step_ms"], sample["dynamic_concat_ms"] = decoder.step()
+        samples.append(sample)
+        update((step + 1) / (_WARMUP_STEPS + num_steps), "decode")
     kept = samples[_WARMUP_STEPS:]
-    return {name: _ms([sample[name] for sample in kept]) for name in kept[0]}
+    medians = {name: 1e3 * median(sample[name] for sample in kept) for name in kept[0]}
+    return StepTimes(len(tokens), **medians)
 
 
-def _all_decode(engine: Engine, count: int) -> bool:
-    running = engine.scheduler.running
-    return len(running) == count and all(task.num_remaining == 1 for task in running)
-
-
-def _ms(seconds: Sequence[float]) -> float:
-    return 1e3 * median(seconds)
+def _raykv_step(engine: Engine) -> dict[str, float]:
+    """Seconds of one step by part, under the names of StepTimes."""
+    runner: Any = engine.model
+    runner.profile = True
+    before, timings, began = engine.stats(), dict(runner.timings), time.perf_counter()
+    engine.step()
+    step_s = time.perf_counter() - began
+    runner.profile = False
+    parts = {name: runner.timings[name] - timings[name] for name in timings}
+    model_s = engine.stats().model_s - before.model_s
+    known_s = parts["gather"] + parts["write"] + parts["attention"]
+    return {
+        "step_ms": step_s,
+        "engine_ms": step_s - model_s,
+        "gather_ms": parts["gather"],
+        "write_ms": parts["write"],
+        "attention_ms": parts["attention"],
+        "model_ms": model_s - known_s,
+    }

@@ -10,9 +10,6 @@ import pytest
 from raykv import Namespace, Request, Sequence
 from raykv.errors import RankUnavailableError, RequestError
 
-# Ray leaves sockets and log files for the garbage collector.
-pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
-
 TOTAL = 9
 SIZE = 4
 

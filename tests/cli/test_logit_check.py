@@ -1,0 +1,67 @@
+import copy
+
+import numpy as np
+import pytest
+
+from raykv.cli.logit_check import MAX_LOGIT_DIFF, check_logits
+from raykv.config import PoolConfig
+from raykv.engine.engine import Engine
+from raykv.rank import RankKV
+
+
+@pytest.fixture
+def engine(tiny_model):
+    from raykv.engine.hf_runner import HFModelRunner
+
+    runner = HFModelRunner(copy.deepcopy(tiny_model), block_size=4)
+    config = PoolConfig(num_blocks=64, block_size=4, memory={"device": "cpu"}, model={"path": "x"})
+    kv = RankKV(config, 0, runner.kv_spec)
+    runner.bind(kv.buffers)
+    return Engine(runner, kv, max_num_batched_tokens=16)
+
+
+@pytest.fixture
+def prompt():
+    return np.random.default_rng(0).integers(1, 128, 50).tolist()
+
+
+def test_warm_is_cold_and_a_bad_block_shows(engine, prompt):
+    model = engine.model
+    check = check_logits(engine, prompt)
+    assert check.num_shared_tokens == 48
+    assert check.is_equal
+    assert check.can_tell
+    assert check.max_diff <= MAX_LOGIT_DIFF < check.corrupted_diff
+    assert engine.model is model
+    assert engine.kv.num_free_blocks() == [63]
+    engine.check_integrity()
+
+
+def test_a_cache_that_returns_other_blocks_is_found(engine, prompt):
+    """The block that holds tokens 8..12 changes between the cold and the warm prefill."""
+    publish, storage = engine.kv.cache, engine.kv.buffers.storage
+
+    def publish_and_spoil(sequence, num_tokens=None):
+        publish(sequence, num_tokens)
+        if sequence.num_tokens == len(prompt) and sequence.kv_state.num_computed_tokens == 50:
+            storage[sequence.kv_state.block_ids[2]] += 0.5
+
+    engine.kv.cache = publish_and_spoil
+    check = check_logits(engine, prompt)
+    assert not check.is_equal
+
+
+def test_a_cache_that_shares_nothing_proves_nothing(engine, prompt):
+    class Deaf:
+        """Storage that the noise does not reach."""
+
+        shape = engine.kv.buffers.storage.shape
+        __getitem__ = engine.kv.buffers.storage.__getitem__
+
+        def __setitem__(self, index, value):
+            pass
+
+    engine.kv.buffers.storage = Deaf()
+    check = check_logits(engine, prompt)
+    assert check.is_equal
+    assert not check.can_tell
