@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from raykv.errors import ConfigError, DoubleFreeError, IntegrityError
+from raykv.errors import DoubleFreeError, IntegrityError
 
 from .base import LedgerBlockManager
 from .blocks import Blocks
@@ -51,10 +51,8 @@ class BlockManagerImpl(LedgerBlockManager):
         eviction: str = "lru",
     ) -> None:
         super().__init__(num_blocks, block_size, hash_seed)
-        if eviction != "lru":
-            raise ConfigError(f"eviction is {eviction!r}, but the policy known is 'lru'")
         self.enable_prefix_cache = enable_prefix_cache
-        self._cache = PrefixCache(self._ledger, block_size)
+        self._cache = PrefixCache(self._ledger, block_size, eviction)
         # Blocks that were allocated at the last reset and not freed since: True per id. None as
         # long as there are none, so that sequences pay nothing for it.
         self._stale: NDArray[np.bool_] | None = None

@@ -8,21 +8,21 @@ count above zero, and ``protected`` ends after the run's last held block.
 Eviction: the blocks behind ``protected`` form stretches stamped when they lost their last holder.
 Stamps never grow with depth, within a run (a shorter hit re-stamps only the front) and across
 runs (a parent is held as long as its child, and stamped after it). So a queue of stretches in
-order of their stamps, each eaten from its deep end, is LRU and never evicts a parent first.
+order of their stamps, each eaten from its deep end, is LRU and never evicts a parent first. Other
+policies order the stretches by scores; see eviction.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import deque
 
 import numpy as np
 from numpy.typing import NDArray
 
-from raykv.errors import IntegrityError
-
+from .eviction import make_order
 from .ledger import PIN, Ledger
 from .namespace import DEFAULT, Namespace, RootKey
+from .prefix_audit import audit
 from .runs import ChildKey, Root, Run
 from .tokens import NO_INDEX, Index, TokenIds, as_tokens
 
@@ -36,9 +36,10 @@ class PrefixCache:
     Attributes:
         run_of: int32 [num_blocks], the index of the run that holds a block, -1 if none does.
         num_evictable: blocks behind their run's ``protected`` mark.
+        now_s: seconds on the owner's clock, for priorities with a time limit.
     """
 
-    def __init__(self, ledger: Ledger, block_size: int) -> None:
+    def __init__(self, ledger: Ledger, block_size: int, eviction: str = "lru") -> None:
         self.block_size = block_size
         self.run_of = np.full(len(ledger.counts), -1, np.int32)
         self.num_evictable = 0
@@ -47,9 +48,11 @@ class PrefixCache:
         self._roots: dict[RootKey, Root] = {}
         self._runs: list[Run | None] = []
         self._free_indices: list[int] = []
-        self._queue: deque[tuple[Run, int]] = deque()  # (run, stamp), oldest first, some stale
-        self._num_tails = 0
-        self._clock = 0
+        self._eviction = eviction
+        self._order = make_order(eviction, len(ledger.counts))
+        self.now_s = 0.0
+        self._clock = 0  # counts releases
+        self._compact_at = 64
 
     def __len__(self) -> int:
         return self._num_cached
@@ -99,6 +102,7 @@ class PrefixCache:
         run.append(tokens[done * size :], new, namespace.items(done * size, stop * size))
         self.run_of[new] = run.index
         self._num_cached += len(new)
+        self._order.published(len(new))
         self._hold_parent(run)
         run.protected = run.length
         return len(new)
@@ -112,11 +116,9 @@ class PrefixCache:
             end = run.length
             for index, (start, _) in enumerate(run.tails):
                 if start < count:
-                    keep = index + (end > count)
                     if end > count:
                         run.tails[index][0] = count
-                    self._num_tails -= len(run.tails) - keep
-                    del run.tails[keep:]
+                    del run.tails[index + (end > count) :]
                     break
                 end = start
             self._hold_parent(run)
@@ -141,8 +143,7 @@ class PrefixCache:
                 continue
             self._clock += 1
             run.tails.append([new, self._clock])
-            self._num_tails += 1
-            self._queue.append((run, self._clock))
+            self._order.add(run, self._clock)
             self.num_evictable += old - new
             run.protected = new
             parent = run.parent
@@ -152,8 +153,9 @@ class PrefixCache:
                 if self._counts[anchor] == 0 and parent.index not in touched:
                     touched.add(parent.index)
                     heapq.heappush(heap, (-parent.depth, parent.index))
-        if len(self._queue) > 2 * self._num_tails + 64:
-            self._compact()
+        if self._clock >= self._compact_at:
+            self._order.compact(run for run in self._runs if run is not None)
+            self._compact_at = self._clock + 2 * len(self._runs) + 64
 
     def evict(self, num_blocks: int) -> Index:
         """Forget the least recently released evictable blocks; return their ids.
@@ -163,19 +165,14 @@ class PrefixCache:
         """
         evicted = []
         left = num_blocks
+        victims = self._order.victims(self.now_s)
         while left:
-            run, stamp = self._queue[0]
-            if not run.tails or run.tails[0][1] != stamp:
-                self._queue.popleft()  # stale: held again since
-                continue
-            start = run.tails[0][0]
-            length = max(start, run.length - left)
+            run, floor = next(victims)
+            length = max(floor, run.length - left)
             left -= run.length - length
             evicted.append(run.shrink(length))
-            if length == start:
-                self._queue.popleft()
+            while run.tails and run.tails[0][0] >= length:
                 del run.tails[0]
-                self._num_tails -= 1
             if length == 0:
                 self._remove(run)
         ids = np.concatenate(evicted) if evicted else NO_INDEX
@@ -188,11 +185,11 @@ class PrefixCache:
         """Forget everything; return the ids that were cached."""
         ids = np.flatnonzero(self.run_of >= 0)
         self.run_of[ids] = -1
-        self._num_cached = self.num_evictable = self._num_tails = 0
+        self._num_cached = self.num_evictable = 0
         self._roots.clear()
         self._runs.clear()
         self._free_indices.clear()
-        self._queue.clear()
+        self._order = make_order(self._eviction, len(self._counts))
         return ids
 
     def content(self, block_id: int) -> tuple[TokenIds, Namespace] | None:
@@ -256,7 +253,7 @@ class PrefixCache:
             self._runs.append(run)
         else:
             self._runs[index] = run
-        parent.children[key] = run
+        parent.add_child(run)
         return run
 
     def _remove(self, run: Run) -> None:
@@ -264,9 +261,10 @@ class PrefixCache:
         assert parent is not None, "roots hold no blocks"
         assert not run.children, "a run was evicted before its children"
         assert parent.parent is None or parent.length >= run.offset, "a parent was cut first"
-        del parent.children[run.key]
+        parent.remove_child(run)
         self._runs[run.index] = None
         self._free_indices.append(run.index)
+        self._order.child_removed(parent)
         if isinstance(parent, Root) and not parent.children:
             del self._roots[parent.root_key]
 
@@ -284,76 +282,13 @@ class PrefixCache:
         if run.protected == 0 and parent is not None and parent.parent is not None:
             self._counts[parent.ids[run.offset - 1]] += PIN
 
-    def _compact(self) -> None:
-        """Drop stale queue entries; amortised over the entries that made it necessary."""
-        live = {stamp for run in self._runs if run is not None for _, stamp in run.tails}
-        self._queue = deque(entry for entry in self._queue if entry[1] in live)
-
-    # -- audit ----------------------------------------------------------------------------------
-
     def check_integrity(self) -> None:
-        """Walk the whole tree and compare it with the arrays, marks, stamps and the queue.
+        """Walk the whole tree and compare it with the arrays, marks and stamps.
 
         Raises:
             IntegrityError: something disagrees.
         """
-        run_of = np.full_like(self.run_of, -1)
-        pins = np.zeros_like(self._counts)
-        live: list[tuple[int, Run]] = []
-        evictable = 0
-        todo: list[Run] = list(self._roots.values())
-        while todo:
-            run = todo.pop()
-            todo += run.children.values()
-            if run.parent is None:
-                _require(bool(run.children), "an empty root is kept")
-                continue
-            ids = run.ids[: run.length]
-            _require(self._runs[run.index] is run, "a run is not at its index")
-            _require(run.length > 0 and bool((run_of[ids] < 0).all()), "a block stands twice")
-            run_of[ids] = run.index
-            _require(run.block_size == self.block_size, "tokens do not fit ids")
-            parent = run.parent
-            limit = 0 if parent.parent is None else parent.length
-            _require(run.offset <= limit, "a run hangs behind its parent's end")
-            _require(run.depth == parent.depth + run.offset, "a depth is wrong")
-            first = bytes(run.tokens[: 4 * self.block_size])
-            _require(parent.children.get(run.key) is run and run.key[1] == first, "a key is wrong")
-            if run.protected and parent.parent is not None:
-                pins[parent.ids[run.offset - 1]] += PIN
-            evictable += run.length - run.protected
-            live += [(stamp, run) for _, stamp in run.tails]
-            self._check_tails(run)
-        for run in filter(None, self._runs):
-            held = np.flatnonzero(self._counts[run.ids[: run.length]] > 0)
-            last = int(held[-1]) + 1 if held.size else 0
-            _require(run.protected == last, "a protected mark is not at the last held block")
-        queue = [
-            (stamp, run) for run, stamp in self._queue if [stamp] in [[s] for _, s in run.tails]
-        ]
-        _require(queue == sorted(live, key=lambda tail: tail[0]), "the queue misses a tail")
-        _require(np.array_equal(run_of, self.run_of), "run_of disagrees with the tree")
-        _require(len(live) == self._num_tails, "the count of tails is wrong")
-        _require(evictable == self.num_evictable, "the count of evictable blocks is wrong")
-        cached = run_of >= 0
-        _require(self._num_cached == int(cached.sum()), "the count of cached blocks is wrong")
-        got = np.where(self._counts > 0, self._counts & (((1 << 21) - 1) * PIN), 0)
-        _require(np.array_equal(got, pins), "the pins of children are wrong")
-
-    def _check_tails(self, run: Run) -> None:
-        starts = [start for start, _ in run.tails]
-        stamps = [stamp for _, stamp in run.tails]
-        _require(starts == sorted(set(starts), reverse=True), "tails overlap")
-        _require(stamps == sorted(set(stamps)), "a deep block is younger than a shallow one")
-        _require((starts[-1] if starts else run.length) == run.protected, "tails miss a block")
-        _require(not starts or starts[0] < run.length, "a tail is empty")
-        parent = run.parent
-        if run.protected == 0 and parent is not None and run.offset > parent.protected:
-            end = parent.length
-            for start, stamp in parent.tails:  # the stretch that holds the block it hangs on
-                if start < run.offset <= end:
-                    _require(stamp > stamps[-1], "a parent would be evicted before its child")
-                end = start
+        audit(self)
 
 
 def path_length(path: Path) -> int:
@@ -372,8 +307,3 @@ def path_ids(path: Path) -> Index:
         run, count = path[0]
         return run.ids[:count]
     return np.concatenate([run.ids[:count] for run, count in path])
-
-
-def _require(condition: bool, message: str) -> None:  # noqa: FBT001
-    if not condition:
-        raise IntegrityError(f"prefix cache: {message}")

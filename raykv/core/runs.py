@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import heapq
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
 from .namespace import MultimodalItems, Namespace, RootKey
+from .retention import DEFAULT_RETENTION
 from .tokens import NO_INDEX, Index
 
 ChildKey = tuple[int, bytes, MultimodalItems]
@@ -30,13 +34,16 @@ class Run:
         children: the runs that branch off, one entry each.
         protected: leading blocks that are held: referenced, or an ancestor of a child with
             protected blocks. The blocks [protected, length) are the evictable ones.
+        anchors: per block offset at which children hang, how many.
+        retention: how dearly it is kept; ``expires_s`` is when that ends.
+        score: what the eviction policy gave it last.
         tails: ``[start, stamp]`` of the evictable stretches, deepest first. A stretch ends where
             the one before it in the list starts; stamps grow along the list.
     """
 
     __slots__ = (
-        "children", "depth", "ids", "index", "items", "key", "length", "parent", "protected",
-        "tails", "tokens",
+        "_offsets", "anchors", "children", "depth", "expires_s", "ids", "index", "items", "key",
+        "length", "parent", "protected", "retention", "score", "tails", "tokens",
     )  # fmt: skip
 
     def __init__(self, parent: Run | None, key: ChildKey, depth: int, index: int) -> None:
@@ -51,11 +58,41 @@ class Run:
         self.children: dict[ChildKey, Run] = {}
         self.protected = 0
         self.tails: list[list[int]] = []
+        self.anchors: dict[int, int] = {}
+        self._offsets: list[int] = []  # heap of negated keys of anchors, some gone
+        self.retention = DEFAULT_RETENTION
+        self.expires_s = math.inf
+        self.score = -math.inf
 
     @property
     def offset(self) -> int:
         """Blocks of the parent that precede the run."""
         return self.key[0]
+
+    def add_child(self, child: Run) -> None:
+        """Hang a run below this one, at ``child.key``."""
+        self.children[child.key] = child
+        count = self.anchors.get(child.offset, 0)
+        self.anchors[child.offset] = count + 1
+        if not count:
+            heapq.heappush(self._offsets, -child.offset)
+
+    def remove_child(self, child: Run) -> None:
+        """Take a run off."""
+        del self.children[child.key]
+        self.anchors[child.offset] -= 1
+        if not self.anchors[child.offset]:
+            del self.anchors[child.offset]
+
+    def deepest_child(self) -> int:
+        """The largest offset of a child, 0 if there is none; amortised over their removals."""
+        while self._offsets and -self._offsets[0] not in self.anchors:
+            heapq.heappop(self._offsets)
+        return -self._offsets[0] if self._offsets else 0
+
+    def has_tail(self, stamp: int) -> bool:
+        """Whether the stretch with this stamp is still evictable."""
+        return any(stamp == live for _, live in self.tails)
 
     def common_blocks(
         self, tokens: NDArray[np.int32], start: int, stop: int, size: int, namespace: Namespace
