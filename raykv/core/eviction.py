@@ -69,8 +69,8 @@ class LrfuPolicy(EvictionPolicy):
 
     def scores(self, released: Released) -> NDArray[np.float64]:
         """See EvictionPolicy."""
-        now = released.turnovers / self.half_life
-        return np.asarray(np.logaddexp2(now, released.last_scores), np.float64)
+        scores = np.logaddexp2(released.turnovers / self.half_life, released.last_scores)
+        return scores.astype(np.float64, copy=False)
 
 
 class PriorityPolicy(EvictionPolicy):

@@ -51,7 +51,7 @@ def audit(cache: PrefixCache) -> None:
 def _runs(cache: PrefixCache) -> list[Run]:
     """All runs, roots left out, parents first."""
     found: list[Run] = []
-    todo: list[Run] = list(cache._roots.values())
+    todo: list[Run] = list(cache.roots.values())
     while todo:
         run = todo.pop()
         todo += run.children.values()

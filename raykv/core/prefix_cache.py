@@ -15,13 +15,15 @@ policies order the stretches by scores; see eviction.
 from __future__ import annotations
 
 import heapq
+import itertools
+from collections.abc import Hashable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .eviction import make_order
 from .ledger import PIN, Ledger
-from .namespace import DEFAULT, Namespace, RootKey
+from .namespace import DEFAULT, MultimodalItems, Namespace, RootKey
 from .prefix_audit import audit
 from .runs import ChildKey, Root, Run
 from .tokens import NO_INDEX, Index, TokenIds, as_tokens
@@ -36,6 +38,7 @@ class PrefixCache:
     Attributes:
         run_of: int32 [num_blocks], the index of the run that holds a block, -1 if none does.
         num_evictable: blocks behind their run's ``protected`` mark.
+        roots: the trees, by tenant, LoRA and weights version.
         now_s: seconds on the owner's clock, for priorities with a time limit.
     """
 
@@ -45,7 +48,7 @@ class PrefixCache:
         self.num_evictable = 0
         self._counts = ledger.counts
         self._num_cached = 0
-        self._roots: dict[RootKey, Root] = {}
+        self.roots: dict[RootKey, Root] = {}
         self._runs: list[Run | None] = []
         self._free_indices: list[int] = []
         self._eviction = eviction
@@ -53,6 +56,10 @@ class PrefixCache:
         self.now_s = 0.0
         self._clock = 0  # counts releases
         self._compact_at = 64
+        self._serials = itertools.count()
+        # Where evicted blocks stood: (run, blocks before, tokens, items), oldest first.
+        self._ghosts: dict[tuple[Hashable, int, bytes, MultimodalItems], None] = {}
+        self._max_ghosts = max(64, len(ledger.counts) // 64)
 
     def __len__(self) -> int:
         return self._num_cached
@@ -170,6 +177,7 @@ class PrefixCache:
             run, floor = next(victims)
             length = max(floor, run.length - left)
             left -= run.length - length
+            self._remember(run, length)
             evicted.append(run.shrink(length))
             while run.tails and run.tails[0][0] >= length:
                 del run.tails[0]
@@ -181,12 +189,21 @@ class PrefixCache:
         self.num_evictable -= len(ids)
         return ids
 
+    def was_evicted(
+        self, run: Run, at: int, tokens: NDArray[np.int32], items: MultimodalItems
+    ) -> bool:
+        """Whether this block stood behind the first ``at`` blocks of a run until it was evicted.
+
+        Remembers a bounded number of evictions, the latest ones.
+        """
+        return (run.serial, at, tokens.tobytes(), items) in self._ghosts
+
     def clear(self) -> Index:
         """Forget everything; return the ids that were cached."""
         ids = np.flatnonzero(self.run_of >= 0)
         self.run_of[ids] = -1
         self._num_cached = self.num_evictable = 0
-        self._roots.clear()
+        self.roots.clear()
         self._runs.clear()
         self._free_indices.clear()
         self._order = make_order(self._eviction, len(self._counts))
@@ -212,7 +229,7 @@ class PrefixCache:
 
     def _walk(self, tokens: NDArray[np.int32], namespace: Namespace) -> Path:
         path: Path = []
-        run: Run | None = self._roots.get(namespace.root)
+        run: Run | None = self.roots.get(namespace.root)
         if run is None:
             return path
         size = self.block_size
@@ -241,14 +258,15 @@ class PrefixCache:
         return run
 
     def _root(self, namespace: Namespace) -> Root:
-        root = self._roots.get(namespace.root)
+        root = self.roots.get(namespace.root)
         if root is None:
-            root = self._roots[namespace.root] = Root(namespace.root)
+            root = self.roots[namespace.root] = Root(namespace.root)
         return root
 
     def _new_run(self, parent: Run, key: ChildKey, at: int) -> Run:
         index = self._free_indices.pop() if self._free_indices else len(self._runs)
         run = Run(parent, key, parent.depth + at, index)
+        run.serial = next(self._serials)
         if index == len(self._runs):
             self._runs.append(run)
         else:
@@ -266,7 +284,7 @@ class PrefixCache:
         self._free_indices.append(run.index)
         self._order.child_removed(parent)
         if isinstance(parent, Root) and not parent.children:
-            del self._roots[parent.root_key]
+            del self.roots[parent.root_key]
 
     def _last_held(self, run: Run) -> int:
         """Where ``protected`` belongs: behind the last held block of those it covers."""
@@ -275,6 +293,20 @@ class PrefixCache:
         held = self._counts[run.ids[: run.protected]][::-1] > 0
         behind = int(held.argmax())  # on booleans argmax stops at the first True
         return run.protected - behind if held[behind] else 0
+
+    def _remember(self, run: Run, length: int) -> None:
+        """Note what stood behind the first ``length`` blocks of a run that is being cut there."""
+        if length:
+            start, stop = length * self.block_size, (length + 1) * self.block_size
+            behind = self.block_size * run.depth
+            items = tuple(i for i in run.items if start <= i[0] - behind < stop)
+            ghost = (run.serial, length, bytes(run.tokens[4 * start : 4 * stop]), items)
+        else:
+            assert run.parent is not None, "roots hold no blocks"
+            ghost = (run.parent.serial, *run.key)
+        self._ghosts[ghost] = None
+        if len(self._ghosts) > self._max_ghosts:
+            del self._ghosts[next(iter(self._ghosts))]
 
     def _hold_parent(self, run: Run) -> None:
         """Call before ``protected`` rises: a run that begins to be held holds its parent."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Hashable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,7 @@ class Run:
         parent: the run that this one continues, None for a root.
         key: where it hangs in ``parent.children``.
         depth: blocks before the run, counted from the root.
+        serial: tells it from every other run of the cache, past ones too; a root's key.
         index: what ``PrefixCache.run_of`` holds for its blocks.
         tokens: the int32 tokens of its blocks as bytes, a copy of its own. Bytes, since these
             compare with a prompt at the speed of memcmp and without any temporary array.
@@ -43,7 +45,7 @@ class Run:
 
     __slots__ = (
         "_offsets", "anchors", "children", "depth", "expires_s", "ids", "index", "items", "key",
-        "length", "parent", "protected", "retention", "score", "tails", "tokens",
+        "length", "parent", "protected", "retention", "score", "serial", "tails", "tokens",
     )  # fmt: skip
 
     def __init__(self, parent: Run | None, key: ChildKey, depth: int, index: int) -> None:
@@ -51,6 +53,7 @@ class Run:
         self.key = key
         self.depth = depth
         self.index = index
+        self.serial: Hashable = None
         self.tokens = bytearray()
         self.ids: Index = NO_INDEX
         self.length = 0
@@ -177,4 +180,4 @@ class Root(Run):
 
     def __init__(self, root_key: RootKey) -> None:
         super().__init__(None, (0, b"", ()), 0, -1)
-        self.root_key = root_key
+        self.root_key = self.serial = root_key
