@@ -44,10 +44,6 @@ class BlockTables:
             ids: int [counts.sum()].
         """
         starts = self.num_blocks[rows]
-        if len(ids) == len(rows):  # one block each, as in a decode step
-            self.table[rows, starts] = ids
-            self.num_blocks[rows] = starts + 1
-            return
         before = np.cumsum(counts) - counts
         columns = np.arange(len(ids)) - np.repeat(before - starts, counts)
         self.table[np.repeat(rows, counts), columns] = ids
@@ -66,15 +62,26 @@ class BlockTables:
         Returns:
             False if the manager is short of blocks; then no row changed.
         """
-        needed = (num_tokens - 1) // manager.block_size + 1 - self.num_blocks[rows]
-        growing = np.flatnonzero(needed > 0)
+        size = manager.block_size
+        over = num_tokens - self.num_blocks[rows] * size  # tokens that do not fit
+        growing = (over > 0).nonzero()[0]
         if not len(growing):
             return True
-        counts = needed[growing]
+        over, rows = over[growing], rows[growing]
+        by_several = over > size
+        if not by_several[by_several.argmax()]:  # one block each, as in a decode step
+            blocks = manager.allocate(len(rows))
+            if blocks is None:
+                return False
+            starts = self.num_blocks[rows]
+            self.table[rows, starts] = blocks.detach()
+            self.num_blocks[rows] = starts + 1
+            return True
+        counts = -(-over // size)
         blocks = manager.allocate(int(counts.sum()))
         if blocks is None:
             return False
-        self.append_many(rows[growing], counts, blocks.detach())
+        self.append_many(rows, counts, blocks.detach())
         return True
 
     def truncate(self, row: int, num_blocks: int) -> BlockIds:

@@ -69,8 +69,8 @@ class LrfuPolicy(EvictionPolicy):
 
     def scores(self, released: Released) -> NDArray[np.float64]:
         """See EvictionPolicy."""
-        scores = np.logaddexp2(released.turnovers / self.half_life, released.last_scores)
-        return scores.astype(np.float64, copy=False)
+        now = released.turnovers / self.half_life
+        return np.asarray(np.logaddexp2(now, released.last_scores))
 
 
 class PriorityPolicy(EvictionPolicy):
@@ -81,7 +81,7 @@ class PriorityPolicy(EvictionPolicy):
 
     def scores(self, released: Released) -> NDArray[np.float64]:
         """See EvictionPolicy."""
-        return released.priorities * 2.0**44 + released.stamps
+        return np.ldexp(released.priorities.astype(np.float64), 44) + released.stamps
 
 
 class EvictionOrder(ABC):
