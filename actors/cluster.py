@@ -85,7 +85,7 @@ def check_resources(config: PoolConfig) -> None:
     )
 
 
-def reserve(config: PoolConfig, name: str | None, lifetime: str | None) -> Any:
+def reserve(config: PoolConfig, lifetime: str | None) -> Any:
     """A placement group with a bundle per rank, or None where nothing needs one."""
     bundle = {"CPU": config.ray.num_cpus, "GPU": config.ray.num_gpus}
     bundle = {resource: amount for resource, amount in bundle.items() if amount}
@@ -94,8 +94,7 @@ def reserve(config: PoolConfig, name: str | None, lifetime: str | None) -> Any:
     return make_placement_group(
         [bundle] * config.dp_size,
         strategy=config.ray.placement_strategy,
-        name=f"{name}-ranks" if name else "",
-        lifetime=lifetime,
+        lifetime=lifetime if lifetime == "detached" else None,  # the other word is for actors only
     )
 
 

@@ -87,7 +87,7 @@ def launch(
         group = placement_group
         if group is None:
             cluster.check_resources(config)
-            group = cluster.reserve(config, name, lifetime)
+            group = cluster.reserve(config, lifetime)
             if group is not None:
                 cleanup.callback(cluster.remove, group)
         if group is not None:

@@ -20,7 +20,7 @@ from raykv.rank_handle import Reply
 from raykv.remote_rank import RemoteRank
 
 _CLOSE_S = 2.0
-_KILL_S = 5.0
+_KILL_S = 2.0
 
 
 class RayRank(RemoteRank):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +85,8 @@ class AsyncPool:
         queue: asyncio.Queue[TokenDelta] = asyncio.Queue()
 
         def listen(delta: TokenDelta) -> None:
-            loop.call_soon_threadsafe(queue.put_nowait, delta)
+            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
+                loop.call_soon_threadsafe(queue.put_nowait, delta)
 
         requests = await asyncio.to_thread(
             pool.make_requests, prompts, params, request_id, namespace

@@ -22,7 +22,7 @@ from raykv.core.kv_cache_manager import (
 from raykv.core.manager import AdmitRequest, BlockManager
 from raykv.core.sequence import KVCacheState, Sequence
 from raykv.core.single import SingleBlockManager
-from raykv.core.tokens import BlockIds, Index
+from raykv.core.tokens import NO_INDEX, BlockIds, Index
 from raykv.errors import IntegrityError, RequestError
 from raykv.memory.buffers import KVBuffers
 from raykv.memory.spec import KVSpec
@@ -211,6 +211,13 @@ class RankKV(KVCacheManager):
                 raise IntegrityError(f"row {row} and {sequence!r} disagree")
         if self.tables.num_blocks.sum() != self.tables.num_blocks[rows].sum():
             raise IntegrityError("a row without sequence has blocks")
+        ids, times = np.unique(self.tables.table[rows], return_counts=True)
+        ids, times = ids[ids > 0], times[ids > 0]
+        held = self.block_manager.adopt(ids)
+        too_few = len(ids) > self.block_manager.num_used_blocks or (held.ref_counts < times).any()
+        held.detach()
+        if too_few:
+            raise IntegrityError("a row lists a block that its sequence does not use")
 
     # -- details --------------------------------------------------------------------------------
 
@@ -241,16 +248,16 @@ class RankKV(KVCacheManager):
 
     def _growth(
         self, members: list[Sequence], needs: list[int], is_new: list[bool]
-    ) -> tuple[BlockIds, BlockIds]:
-        """Rows of running sequences that need more blocks, and how many; int32 [n] each."""
+    ) -> tuple[Index, Index]:
+        """Rows of running sequences that need more blocks, and how many; int64 [n] each."""
         pairs = [
             (sequence.single_block_id, need)
             for sequence, need, new in zip(members, needs, is_new, strict=True)
             if not new
         ]
         if not pairs:
-            return np.empty(0, np.int32), np.empty(0, np.int32)
-        rows, wanted = np.array(pairs, np.int32).T
+            return NO_INDEX, NO_INDEX
+        rows, wanted = np.array(pairs, np.int64).T
         counts = wanted - self.tables.num_blocks[rows]
         grows = counts > 0
         return rows[grows], counts[grows]

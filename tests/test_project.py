@@ -19,8 +19,12 @@ HEAVY = ("ray", "torch", "transformers", "cupy")
 
 # Over 400 lines, each with its reason.
 LONG_FILES = {
-    "tests/core/test_block_manager.py": "all of a manager's contract, which two classes share",
+    "tests/core/test_block_manager.py": "all of a manager's contract, shared by two classes",
     "tests/core/test_state_machine.py": "one machine, whose rules lean on one another",
+    "tests/engine/test_engine.py": "all that an engine promises its users, on one toy model",
+    "tests/engine/test_scheduler.py": "admission, chunks and growth, over one set of fakes",
+    "tests/pool/test_conformance.py": "one suite, run over every kind of rank",
+    "tests/rank/test_rank.py": "all that a rank promises, over one set of configurations",
 }
 
 

@@ -1,1 +1,1 @@
-"""."""
+"""The command line: what `raykv` and `python -m raykv` run."""

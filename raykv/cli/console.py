@@ -10,6 +10,7 @@ from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 Update = Callable[[float | None, str], None]
 """Called with the fraction done, None where nobody can tell, and a note."""
@@ -28,9 +29,9 @@ class Steps:
         self.console = Console(stderr=True, highlight=False) if console is None else console
         self._progress = Progress(
             SpinnerColumn(),
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),
-            TextColumn("{task.fields[note]}", style="dim"),
+            TextColumn("{task.fields[note]}", style="dim", markup=False),
             TimeElapsedColumn(),
             console=self.console,
             transient=True,
@@ -68,5 +69,7 @@ class Steps:
             raise
         self._progress.remove_task(task)
         seconds = time.perf_counter() - began
-        note = f": {last}" if last else ""
-        self.console.print(f"[green]done[/] {seconds:6.1f} s  {text}{note}", soft_wrap=True)
+        line = Text.assemble(
+            ("done", "green"), f" {seconds:6.1f} s  {text}", f": {last}" if last else ""
+        )
+        self.console.print(line, soft_wrap=True)

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from raykv.config import PoolConfig
@@ -170,7 +169,7 @@ def _verify(
     with steps.step("compared with transformers' generate()") as update:
         generated = _generated(reference, longest_prompts(cached.served, count), plan, update)
     with steps.step("logits from cached blocks") as update:
-        logits = _logits(plan, longest_prompts(cached.served, 1)[0])
+        logits = _logits(plan, longest_prompts(cached.served, count))
         update(1.0, f"{logits.num_shared_tokens} of {logits.num_prompt_tokens} tokens shared")
     return Evidence(cached, plain, tuple(first_tokens), no_cache, generated, logits)
 
@@ -186,13 +185,14 @@ def _generated(reference: Reference, samples: list[Served], plan: Plan, update: 
     return verdict
 
 
-def _logits(plan: Plan, item: Served) -> LogitCheck:
+def _logits(plan: Plan, samples: list[Served]) -> LogitCheck:
     from raykv.engine.build import build_rank  # noqa: PLC0415 - seconds to import
 
-    num_blocks = 3 + 3 * (-(-len(item.prompt) // plan.config.block_size))
+    longest = max(len(item.prompt) for item in samples)
+    num_blocks = 3 + 3 * (-(-longest // plan.config.block_size))
     _, engine = build_rank(one_rank(plan.config, num_blocks), 0)
     assert engine is not None, "a model makes an engine"
-    return check_logits(engine, item.prompt.tolist())
+    return LogitCheck.worst([check_logits(engine, item.prompt.tolist()) for item in samples])
 
 
 def _pair(item: Served, answer: tuple[int, ...]) -> Pair:
@@ -209,7 +209,7 @@ def _report(plan: Plan, evidence: Evidence, wall_s: float) -> Report:
     cold_s, warm_s = medians(evidence.first_tokens)
     checks = checks_of(evidence)
     figures = Figures(
-        model=Path(plan.model_path).name,
+        model=plan.model_path,
         dp_size=plan.config.dp_size,
         block_size=plan.config.block_size,
         num_blocks=plan.config.num_blocks,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +45,20 @@ class LogitCheck:
     def can_tell(self) -> bool:
         """Whether the comparison notices a bad block: the negative control."""
         return self.corrupted_diff > MIN_CORRUPTED_DIFF
+
+    @classmethod
+    def worst(cls, checks: Sequence[Self]) -> Self:
+        """Several checks as one: the largest difference that is rounding, the smallest that is not.
+
+        Args:
+            checks: at least one.
+        """
+        return cls(
+            sum(check.num_prompt_tokens for check in checks),
+            sum(check.num_shared_tokens for check in checks),
+            max(check.max_diff for check in checks),
+            min(check.corrupted_diff for check in checks),
+        )
 
 
 class _Recorder:

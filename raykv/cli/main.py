@@ -148,10 +148,8 @@ def run(arguments: list[str] | None = None) -> int:
         status = app(args=arguments, prog_name="raykv", standalone_mode=False)
     except _USAGE_ERROR as error:
         return _complain(str(getattr(error, "format_message", error.__str__)()), 2)
-    except IntegrityError as error:
-        return _complain(str(error), 1)
     except RaykvError as error:
-        return _complain(str(error), 2)
+        return _complain(str(error), 1 if isinstance(error, IntegrityError) else 2)
     except (KeyboardInterrupt, typer.Abort):
         return 130
     except BrokenPipeError:  # `raykv ... | head`

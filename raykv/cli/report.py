@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -30,8 +32,9 @@ def print_report(report: Report, console: Console) -> None:
 def figures_table(figures: Figures) -> RenderableType:
     """The figures with and without the prefix cache, and what they mean."""
     f = figures
+    model = escape(Path(f.model).name)
     table = Table(
-        title=f"raykv demo: {f.model}, {f.dp_size} ranks of {f.num_blocks - 1} blocks "
+        title=f"raykv demo: {model}, {f.dp_size} ranks of {f.num_blocks - 1} blocks "
         f"of {f.block_size} tokens",
         title_justify="left",
     )

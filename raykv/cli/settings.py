@@ -95,8 +95,8 @@ def quiet_libraries() -> None:
         ("TOKENIZERS_PARALLELISM", "false"),
         ("TRANSFORMERS_VERBOSITY", "error"),
         ("HF_HUB_DISABLE_PROGRESS_BARS", "1"),
+        ("HF_HUB_VERBOSITY", "error"),
         ("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0"),
-        ("RAY_DEDUP_LOGS", "0"),
     ):
         os.environ.setdefault(name, value)
 

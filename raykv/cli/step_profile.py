@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from raykv.config import PoolConfig
 from raykv.engine.params import GenerationRequest, SamplingParams
@@ -115,11 +117,9 @@ def run_profile(options: DemoOptions, steps: Steps) -> Profile:
 
 def print_profile(profile: Profile, console: Console) -> None:
     """Print the profile as a table."""
-    table = Table(
-        title=f"one decode step of {profile.model}, ms, medians of {profile.num_steps} steps, "
-        f"context {profile.context_tokens} tokens, one torch thread",
-        title_justify="left",
-    )
+    model, context = Path(profile.model).name, profile.context_tokens
+    title = f"one decode step of {model}, context {context} tokens, one torch thread, in ms"
+    table = Table()
     table.add_column("sequences")
     for row in profile.rows:
         table.add_column(str(row.num_sequences), justify="right")
@@ -138,7 +138,10 @@ def print_profile(profile: Profile, console: Console) -> None:
     ratios = (f"{row.step_ms / row.dynamic_step_ms:.2f}" for row in profile.rows)
     table.add_row("raykv / DynamicCache", *ratios, style="bold")
     console.print()
+    console.print(Text(title, style="italic"))
     console.print(table)
+    notes = f"medians of {profile.num_steps} steps, both in turn; parts are medians of their own"
+    console.print(Text(notes, style="dim"))
 
 
 def _engine(config: PoolConfig, num_blocks: int, num_batched_tokens: int) -> Engine:

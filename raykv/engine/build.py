@@ -48,13 +48,18 @@ def build_rank(config: PoolConfig, dp_rank: int) -> tuple[RankKV, Engine | None]
 
 
 def load_tokenizer(path: str) -> Any:
-    """A model's Hugging Face tokenizer, or None if it has none."""
+    """A model's Hugging Face tokenizer, or None if it has none.
+
+    Raises:
+        ConfigError: the model itself cannot be had.
+    """
     import transformers  # noqa: PLC0415 - an extra, and seconds to import
 
     from .model_store import resolve_model  # noqa: PLC0415
 
+    folder = resolve_model(path)  # its errors are ValueErrors, too, and must be seen
     try:
-        return transformers.AutoTokenizer.from_pretrained(resolve_model(path))
+        return transformers.AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError):
         return None
 

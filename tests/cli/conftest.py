@@ -1,6 +1,10 @@
 import os
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from raykv.engine.build import load_tokenizer
 
 from .pair_tokenizer import PairTokenizer
 
@@ -20,9 +24,6 @@ def _environment():
 
 @pytest.fixture(scope="session")
 def tiny_model():
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     config = LlamaConfig(
         vocab_size=128,
         hidden_size=64,
@@ -56,6 +57,4 @@ def tiny_folder(tiny_model, tmp_path_factory):
 @pytest.fixture(scope="session")
 def smollm2():
     """The real model's tokenizer; a failure to fetch is a failure, not a skip."""
-    from raykv.engine.build import load_tokenizer
-
     return load_tokenizer("smollm2")

@@ -18,14 +18,14 @@ class PairTokenizer:
         self.pieces = [*self.specials, *characters, *self.pairs]
         self.ids = {piece: index for index, piece in enumerate(self.pieces)}
         self.finder = re.compile(
-            "|".join(re.escape(p) for p in (*self.specials, *self.pairs)) + "|.", re.S
+            "|".join(re.escape(p) for p in (*self.specials, *self.pairs)) + "|.", re.DOTALL
         )
 
-    def encode(self, text, add_special_tokens=True):
+    def encode(self, text, *, add_special_tokens):
         assert not add_special_tokens, "the template writes them"
         return [self.ids.get(piece, self.ids["?"]) for piece in self.finder.findall(text)]
 
-    def decode(self, token_ids, skip_special_tokens=False):
+    def decode(self, token_ids, *, skip_special_tokens=False):
         pieces = (self.pieces[token] if token < len(self.pieces) else "?" for token in token_ids)
         return "".join(p for p in pieces if not (skip_special_tokens and p in self.specials))
 

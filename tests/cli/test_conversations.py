@@ -66,5 +66,5 @@ def test_what_is_refused_is_named_with_its_line(line, words):
 def test_a_file_without_conversations(tmp_path, content):
     file = tmp_path / "talk.jsonl"
     file.write_bytes(content)
-    with pytest.raises(ConfigError, match="talk.jsonl"):
+    with pytest.raises(ConfigError, match=r"talk\.jsonl"):
         load_conversations(file)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from raykv.cli import demo, workload
+from raykv.cli import demo, main, workload
 from raykv.cli.console import Steps
 from raykv.cli.settings import DemoOptions
 from raykv.config import PoolConfig
@@ -104,9 +104,6 @@ class FlippingAlways(Meddling):
 class Leaking(Meddling):
     """A sequence of somebody else keeps its blocks."""
 
-    def check_integrity(self):
-        super().check_integrity()
-
     def stats(self):
         self.leak = Sequence([3] * 20)
         assert self.allocate(self.leak)
@@ -139,22 +136,13 @@ def test_what_is_wrong_is_found(options, log, kind, failed):
 
 
 def test_a_failed_check_is_status_1_and_named(options, log, capsys, monkeypatch):
-    from raykv.cli import demo_command
-    from raykv.cli.main import run as run_command
-
-    def run_demo(_, steps):
-        return demo.run_demo(options, steps, Flipping.local)
-
-    monkeypatch.setattr("raykv.cli.demo.run_demo", lambda o, s: RUN(options, s, Flipping.local))
-    assert demo_command is not None
-    assert run_command(["demo", "--json"]) == 1
+    run_demo = demo.run_demo
+    monkeypatch.setattr(demo, "run_demo", lambda _, steps: run_demo(options, steps, Flipping.local))
+    assert main.run(["demo", "--json"]) == 1
     out, err = capsys.readouterr()
     assert out.count("\n") == 1
     assert '"outputs_equal": false' in out
     assert "FAIL" in err
-
-
-RUN = demo.run_demo
 
 
 def test_settings_of_a_file_and_options_that_win(tmp_path, options, log):

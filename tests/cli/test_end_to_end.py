@@ -11,7 +11,7 @@ REPOSITORY = Path(__file__).parents[2]
 @pytest.mark.model
 @pytest.mark.timeout(600)
 def test_the_demo(smollm2):
-    result = subprocess.run(  # noqa: S603
+    result = subprocess.run(
         [sys.executable, "-m", "raykv", "demo", "--quick", "--json"],
         capture_output=True,
         text=True,

@@ -3,16 +3,15 @@ import copy
 import numpy as np
 import pytest
 
-from raykv.cli.logit_check import MAX_LOGIT_DIFF, check_logits
+from raykv.cli.logit_check import MAX_LOGIT_DIFF, LogitCheck, check_logits
 from raykv.config import PoolConfig
 from raykv.engine.engine import Engine
+from raykv.engine.hf_runner import HFModelRunner
 from raykv.rank import RankKV
 
 
 @pytest.fixture
 def engine(tiny_model):
-    from raykv.engine.hf_runner import HFModelRunner
-
     runner = HFModelRunner(copy.deepcopy(tiny_model), block_size=4)
     config = PoolConfig(num_blocks=64, block_size=4, memory={"device": "cpu"}, model={"path": "x"})
     kv = RankKV(config, 0, runner.kv_spec)
@@ -35,6 +34,13 @@ def test_warm_is_cold_and_a_bad_block_shows(engine, prompt):
     assert engine.model is model
     assert engine.kv.num_free_blocks() == [63]
     engine.check_integrity()
+
+
+def test_the_worst_of_several():
+    worst = LogitCheck.worst([LogitCheck(10, 8, 1e-5, 2.0), LogitCheck(20, 16, 2e-4, 1e-5)])
+    assert worst == LogitCheck(30, 24, 2e-4, 1e-5)
+    assert not worst.is_equal
+    assert not worst.can_tell
 
 
 def test_a_cache_that_returns_other_blocks_is_found(engine, prompt):

@@ -59,7 +59,7 @@ def test_version(capsys):
     [
         (["demo", "--bogus"], ["--bogus"]),
         (["bogus"], ["bogus"]),
-        (["demo", "--ranks", "many"], ["ranks", "many"]),
+        (["demo", "--ranks", "many"], ["--ranks", "integer"]),
         (["demo", "--ranks", "0"], ["--ranks", "0"]),
         (["demo", "--block-size", "0"], ["--block-size", "0"]),
         (["demo", "--num-blocks", "1"], ["--num-blocks", "1"]),

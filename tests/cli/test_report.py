@@ -41,7 +41,8 @@ PEAK = RankStats(
     num_total_blocks=511, num_free_blocks=411, num_used_blocks=60, num_evictable_blocks=33
 )
 DRAINED = replace(PEAK, num_used_blocks=0, num_evictable_blocks=100)
-REPORT = Report(FIGURES, (Check("a", True, "fine"), Check("b", False, "bad")), (PEAK, PEAK), (DRAINED, DRAINED))  # fmt: skip
+CHECKS = (Check("a", True, "fine"), Check("b", False, "bad"))
+REPORT = Report(FIGURES, CHECKS, (PEAK, PEAK), (DRAINED, DRAINED))
 
 
 def rendered(report, width=80):

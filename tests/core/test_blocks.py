@@ -274,6 +274,38 @@ def test_a_block_is_a_borrowed_view(make_manager):
     assert blocks.ref_counts.tolist() == [1]
 
 
+def test_a_view_of_a_block_that_is_free_counts_nobody(make_manager):
+    manager = make_manager(8, 4)
+    blocks = manager.allocate(1)
+    block = blocks[0]
+    blocks.release()
+    assert (block.ref_count, block.is_shared, block.hash_value) == (0, False, None)
+
+
+def test_detach_and_adopt_hand_a_use_over_and_back(make_manager):
+    manager = make_manager(8, 4)
+    blocks = manager.allocate(2)
+    ids = blocks.detach()
+    assert len(blocks) == 0
+    blocks.release()
+    assert manager.num_used_blocks == 2
+    manager.adopt(ids).release()
+    check_drained(manager)
+
+
+def test_only_one_use_of_distinct_blocks_can_be_detached(make_manager):
+    manager = make_manager(8, 4)
+    blocks = manager.allocate(2)
+    pin, done = blocks.pin(), blocks.share()
+    twice = Blocks.concat([blocks.share(), blocks.share()])
+    manager.deallocate(done)
+    before = snapshot(manager, blocks, pin, done, twice)
+    for handle in (pin, done, twice):
+        with pytest.raises(ValueError):
+            handle.detach()
+    assert snapshot(manager, blocks, pin, done, twice) == before
+
+
 def test_hash_value_names_the_cached_content(make_manager):
     manager = make_manager(8, 2, hash_seed=b"seed")
     tokens = run_of(2, 1, 2, 3)

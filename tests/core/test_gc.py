@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from raykv.core import Blocks
+from raykv.core import AdmitRequest, Blocks
 
 from .helpers import check_drained, counters, hit_ids, num_pending, publish, run_of, start
 
@@ -211,41 +211,66 @@ def test_collections_at_every_allocation_corrupt_nothing(make_manager):
     check_drained(manager)
 
 
-def test_handles_dropped_in_the_middle_of_any_line_corrupt_nothing(make_manager):
-    """A trace function drops a prepared handle at lines inside the manager's own code."""
-    manager = make_manager(24, 2)
-    tokens = run_of(2, 0, 0, 0, 0)
-    publish(manager, tokens)
-    prepared = []
-    dropped = 0
-    rng = random.Random(2)
+TOKENS = run_of(2, 1, 2, 3)
 
-    def trace(frame, event, arg):
-        nonlocal dropped
-        if "raykv/core" not in frame.f_code.co_filename:
-            return None
-        if event == "line" and prepared and rng.random() < 0.1:
-            prepared.pop()  # its last reference: the finaliser runs here
-            dropped += 1
-        return trace
+# Each gets a manager whose cache holds TOKENS, and a handle that lists those blocks and one more.
+OPERATIONS = {
+    "allocate": lambda manager, blocks: manager.allocate(2),
+    "allocate and evict": lambda manager, blocks: manager.allocate(manager.num_available_blocks),
+    "allocate_shared": lambda manager, blocks: manager.allocate_shared(TOKENS),
+    "admit": lambda manager, blocks: [
+        manager.adopt(granted.block_ids)
+        for granted in manager.admit([AdmitRequest(4, TOKENS), AdmitRequest(1)])
+    ],
+    "cache": lambda manager, blocks: manager.cache([*TOKENS, 4, 4], blocks),
+    "deallocate": lambda manager, blocks: manager.deallocate(blocks),
+    "release": lambda manager, blocks: blocks.release(),
+    "share": lambda manager, blocks: blocks.share(),
+    "pin": lambda manager, blocks: blocks.pin(),
+    "slice": lambda manager, blocks: blocks[1:],
+    "concat": lambda manager, blocks: Blocks.concat([blocks.share(), blocks.share()]),
+    "ref_counts": lambda manager, blocks: blocks.ref_counts,
+    "counters": lambda manager, blocks: counters(manager),
+    "reset": lambda manager, blocks: manager.reset_prefix_cache(),
+    "check_integrity": lambda manager, blocks: manager.check_integrity(),
+}
 
-    def refill():
-        while len(prepared) < 3:
-            prepared.append(manager.allocate_shared(tokens))
 
-    for seed in range(60):
-        refill()
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_handles_dropped_before_any_line_of_an_operation_corrupt_nothing(make_manager, operation):
+    """Exhaustive: the finalisers run before the first line, the second one, and so on."""
+    line = 0
+    dropped = True
+    while dropped:  # until the operation has fewer lines than that
+        line += 1
+        manager = make_manager(16, 2)
+        publish(manager, TOKENS)
+        publish(manager, run_of(2, 1, 8, 9))
+        blocks = start(manager, [*TOKENS, 4, 4])
+        prepared = [manager.allocate_shared(TOKENS), manager.allocate(2), blocks.share()]
+        seen = 0
+
+        def trace(frame, event, arg, line=line, prepared=prepared):
+            nonlocal seen
+            if "raykv/core" not in frame.f_code.co_filename:
+                return None
+            seen += event == "line"
+            if seen == line:
+                prepared.clear()  # their last references: the finalisers run here
+            return trace
+
         previous = sys.gettrace()
         sys.settrace(trace)
         try:
-            workload(manager, seed, num_steps=3)
+            result = OPERATIONS[operation](manager, blocks)
         finally:
             sys.settrace(previous)
-        gc.collect()
+        dropped = not prepared
         manager.check_integrity()
-    assert dropped > 100
-    prepared.clear()
-    check_drained(manager)
+        prepared.clear()
+        del result, blocks
+        check_drained(manager)
+    assert line > 2
 
 
 def test_a_finaliser_that_calls_the_manager_back_is_served(make_manager):
@@ -259,7 +284,7 @@ def test_a_finaliser_that_calls_the_manager_back_is_served(make_manager):
         def __del__(self):
             self.blocks.release()
 
-    for _ in range(20):
+    for _ in range(5):
         Node(Owner())
         gc.collect()
         assert manager.num_used_blocks == 0

@@ -23,8 +23,9 @@ from raykv.core import DEFAULT, Namespace
 from raykv.core.ledger import FREE
 from raykv.core.sequence import Sequence
 from raykv.engine import Engine, EngineStats, GenerationRequest, SamplingParams, TokenOutput
+from raykv.engine.build import build_rank, load_tokenizer
 from raykv.engine.sampler import log_probs, sample, top
-from raykv.errors import RaykvError, RequestError
+from raykv.errors import ConfigError, RaykvError, RequestError
 from raykv.memory import KVSpec
 from raykv.rank import RankKV
 
@@ -639,7 +640,7 @@ def test_an_error_of_the_tokenizer_fails_its_request_only():
 
     engine = make_engine(detokenize=fails_at_three)
     other = ask("other", prompt(9), max_tokens=9, ignore_eos=True)
-    engine.submit([ask("x", prompt(6), max_tokens=9, stop=("a",), ignore_eos=True), other])
+    engine.submit([ask("x", prompt(6, 1), max_tokens=9, stop=("a",), ignore_eos=True), other])
     deltas = [delta for _ in range(9) for _, delta in engine.step()]
     [failed] = [delta for delta in deltas if delta.error]
     assert failed.request_id == "x"
@@ -897,3 +898,35 @@ def test_memory_of_another_scheduler_is_left_alone():
     assert foreign.kv_state.block_ids.tolist() == before
     engine.kv.deallocate(foreign)
     assert same(run(engine)["x"], expected(request))
+
+
+# -- building one -------------------------------------------------------------------------------
+
+
+def test_a_model_without_tokenizer_is_served_and_one_that_is_missing_is_an_error(
+    tmp_path, tiny_llama
+):
+    with pytest.raises(ConfigError, match="no Hugging Face model"):
+        load_tokenizer(str(tmp_path))
+    tiny_llama.save_pretrained(tmp_path)
+    assert load_tokenizer(str(tmp_path)) is None
+    settings = {"num_blocks": 40, "block_size": 4, "memory": {"device": "cpu"}}
+    config = PoolConfig(model={"path": str(tmp_path), "max_num_batched_tokens": 7}, **settings)
+    kv, engine = build_rank(config, 3)
+    assert engine.kv is kv
+    assert kv.dp_rank == 3
+    assert engine.limits.vocab_size == 128
+    assert engine.limits.max_model_len == 39 * 4
+    assert not engine.limits.has_detokenizer
+    output = run(engine, [ask("x", list(range(20)), max_tokens=5, ignore_eos=True)])["x"]
+    assert len(output.token_ids) == 5
+    assert engine.stats().num_steps == 3 + 4
+    with pytest.raises(ConfigError, match=r"max_model_len is 513.*512 tokens"):
+        build_rank(PoolConfig(model={"path": str(tmp_path)}, max_model_len=513, **settings), 0)
+
+
+def test_without_a_model_there_are_only_books():
+    kv, engine = build_rank(PoolConfig(num_blocks=40), 1)
+    assert engine is None
+    assert kv.buffers is None
+    assert kv.dp_rank == 1

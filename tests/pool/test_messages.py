@@ -117,6 +117,21 @@ def test_tokens_appended_while_a_call_is_under_way_are_sent_with_the_next(host, 
     assert theirs.token_ids.tolist() == [0, 1, 2, 3, 77]
 
 
+def test_deltas_that_overlap_add_each_token_once(host, rank):
+    sequence = make_sequence(4)
+    rank.allocate([sequence], [4]).result()
+    replies = []
+    for token in (77, 78):
+        sequence.append(token)
+        replies.append(rank.allocate([sequence], [sequence.num_tokens]))
+    assert [len(call.updates[0].token_ids) for call in rank.calls] == [4, 1, 2]
+    for reply in reversed(replies):
+        reply.result()
+    rank.allocate([sequence], [6]).result()
+    theirs = host._kv._sequences[sequence.single_block_id]
+    assert theirs.token_ids.tolist() == [0, 1, 2, 3, 77, 78]
+
+
 def test_a_refused_growth_does_not_lose_tokens(host, rank):
     sequence = make_sequence(392)
     rank.allocate([sequence], [392]).result()

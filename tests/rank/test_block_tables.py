@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raykv.core import BlockManagerImpl
 from raykv.core.block_tables import BlockTables
 from raykv.errors import IntegrityError
 
@@ -25,7 +28,7 @@ operations = st.one_of(
     st.tuples(
         st.just("append_many"),
         st.lists(st.integers(0, NUM_ROWS - 1), unique=True),
-        st.lists(st.integers(0, 3), min_size=NUM_ROWS, max_size=NUM_ROWS),
+        st.lists(st.integers(1, 3), min_size=NUM_ROWS, max_size=NUM_ROWS),
     ),
 )
 
@@ -45,16 +48,41 @@ def test_tables_are_lists_of_lists(steps):
             assert tables.truncate(where, count).tolist() == wanted[where][count:]
             del wanted[where][count:]
         else:
+            rows = [row for row in where if len(wanted[row]) < WIDTH]
             counts = [
-                min(n, WIDTH - len(wanted[row])) for n, row in zip(amount, where, strict=False)
+                min(n, WIDTH - len(wanted[row])) for n, row in zip(amount, rows, strict=False)
             ]
             ids = [[next(fresh) for _ in range(n)] for n in counts]
-            tables.append_many(
-                np.array(where, np.int32), np.array(counts, np.int32), np.array(sum(ids, []))
-            )
-            for row, new in zip(where, ids, strict=True):
+            flat = np.array(list(itertools.chain(*ids)), np.int32)
+            tables.append_many(np.array(rows, np.int64), np.array(counts, np.int64), flat)
+            for row, new in zip(rows, ids, strict=True):
                 wanted[row] += new
         check(tables, wanted)
+
+
+@given(
+    lengths=st.lists(st.integers(1, WIDTH * 3), min_size=1, max_size=NUM_ROWS - 1),
+    steps=st.lists(st.integers(0, 4), max_size=8),
+    num_blocks=st.integers(2, 20),
+)
+@settings(max_examples=100, deadline=None)
+def test_grow_gives_each_row_what_its_tokens_need_or_nothing(lengths, steps, num_blocks):
+    manager, tables = BlockManagerImpl(num_blocks, 3), BlockTables(NUM_ROWS, WIDTH)
+    rows, num_tokens = np.arange(1, len(lengths) + 1), np.array(lengths)
+    for more in [0, *steps]:
+        num_tokens = np.minimum(num_tokens + more, WIDTH * 3)
+        before = tables.table.copy()
+        needed = -(-num_tokens // 3)
+        if tables.grow(manager, rows, num_tokens):
+            assert tables.num_blocks[rows].tolist() == needed.tolist()
+            assert manager.num_used_blocks == needed.sum()
+            ids = tables.table[tables.table > 0].tolist()
+            assert sorted(ids) == list(range(1, int(needed.sum()) + 1))
+        else:
+            assert needed.sum() > num_blocks - 1
+            assert np.array_equal(tables.table, before)
+            return
+        tables.check_integrity()
 
 
 def test_ids_are_a_copy_that_cannot_be_written():

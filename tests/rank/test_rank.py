@@ -279,7 +279,8 @@ def test_a_shortage_leaves_everything_as_it_was(make_rank):
     # Failed retries hit seed 1's blocks each time, and yet they are the first to go.
     taken = Sequence(tokens(16, 5))
     assert kv.allocate(taken)
-    assert taken.kv_state.block_ids.tolist()[-1] == old[1]
+    assert old[1] in taken.kv_state.block_ids
+    assert old[0] not in taken.kv_state.block_ids
     assert hit(kv, 9, 2) == 8
     assert kv.block_manager.num_blocks_in_prefix_cache == 3
     assert young[0] not in taken.kv_state.block_ids
@@ -524,7 +525,7 @@ def test_lru_is_by_release_deepest_first(make_rank):
     sequence = Sequence(tokens(12, 3))
     kv.allocate(sequence)
     fresh = sequence.kv_state.block_ids.tolist()
-    assert fresh[1:] == [second[2], second[1]]
+    assert fresh[:2] == [second[2], second[1]]
     assert hit(kv, 13, 1) == 12
     assert hit(kv, 13, 2) == 4
     assert not set(fresh) & set(first[:3])
@@ -920,7 +921,7 @@ class Counted(Sequence):
 
 TestRanks = Ranks.TestCase
 TestRanks.settings = settings(
-    max_examples=150,
+    max_examples=100,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],

@@ -121,8 +121,7 @@ async def collect(stream):
 def test_cancelling_gives_the_memory_back(pool):
     async def use():
         task = asyncio.create_task(pool.aio.generate(PROMPTS, LONG))
-        while not any(await pool.aio.num_used_blocks()):
-            await asyncio.sleep(0.01)
+        await asyncio.to_thread(wait_until, lambda: any(pool.num_used_blocks()))
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -139,8 +138,7 @@ def test_aborting_ends_all_that_was_asked_for_together(pool):
         params = replace(LONG, n=2)
         task = asyncio.create_task(pool.aio.generate(PROMPTS[:4], params, request_id="mine"))
         other = asyncio.create_task(pool.aio.generate([1, 2, 3], PARAMS, request_id="mine2"))
-        while min(await pool.aio.num_used_blocks()) == 0:
-            await asyncio.sleep(0.01)
+        await asyncio.to_thread(wait_until, lambda: all(pool.num_used_blocks()))
         await pool.aio.abort("mine")
         return await task, await other
 
