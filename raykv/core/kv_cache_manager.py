@@ -156,10 +156,8 @@ def flatten(sequences: Sequences) -> list[Sequence]:
     """
     if isinstance(sequences, Sequence):
         return [sequences]
-    if isinstance(sequences, Request):
-        return list(sequences.sequences)
     flat: list[Sequence] = []
-    for item in sequences:
+    for item in [sequences] if isinstance(sequences, Request) else sequences:
         if isinstance(item, Sequence):
             flat.append(item)
         elif isinstance(item, Request):
@@ -175,8 +173,8 @@ def token_targets(sequences: list[Sequence], num_tokens: int | Iterable[int] | N
     """Tokens to cover per sequence, from what a caller of ``allocate`` passed."""
     if num_tokens is None:
         return [sequence.num_tokens for sequence in sequences]
-    if isinstance(num_tokens, int):
-        return [num_tokens] * len(sequences)
+    if not isinstance(num_tokens, Iterable):
+        return [int(num_tokens)] * len(sequences)
     targets = list(num_tokens)
     if len(targets) != len(sequences):
         raise ValueError(f"{len(targets)} token counts for {len(sequences)} sequences")

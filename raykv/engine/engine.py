@@ -80,6 +80,7 @@ class Engine:
             rank_kv,
             max_num_seqs=rank_kv.config.max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            shares_prefixes=rank_kv.config.enable_prefix_cache,
         )
         self._eos = frozenset(eos_token_ids)
         self._detokenize = detokenize

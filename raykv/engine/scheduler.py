@@ -9,6 +9,8 @@ from __future__ import annotations
 import bisect
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from raykv.core.kv_cache_manager import KVCacheManager
 from raykv.core.sequence import Sequence
 from raykv.errors import IntegrityError
@@ -88,6 +90,7 @@ class Scheduler:
         kv: where memory comes from.
         max_num_seqs: sequences that run at a time.
         max_num_batched_tokens: tokens that one step computes.
+        shares_prefixes: whether ``kv`` finds what others computed.
 
     Attributes:
         waiting: tasks without memory, oldest first.
@@ -96,13 +99,19 @@ class Scheduler:
     """
 
     def __init__(
-        self, kv: KVCacheManager, *, max_num_seqs: int, max_num_batched_tokens: int
+        self,
+        kv: KVCacheManager,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        shares_prefixes: bool = True,
     ) -> None:
         self.waiting: list[Task] = []
         self.running: list[Task] = []
         self.num_preemptions = 0
         self._kv = kv
         self._max_num_seqs = max_num_seqs
+        self._shares_prefixes = shares_prefixes
         # Each running sequence decodes at least, whatever the budget for prefills says.
         self._budget = max(max_num_batched_tokens, 1)
 
@@ -163,7 +172,7 @@ class Scheduler:
         for index, task in enumerate(self.waiting[: 1 + _MAX_LOOKAHEAD]):
             if index and self.waiting[0].num_bypassed >= _MAX_BYPASSES:
                 return None
-            if not self._kv.allocate(task.sequence):
+            if self._awaits_prefix(task.sequence) or not self._kv.allocate(task.sequence):
                 continue
             if index:
                 self.waiting[0].num_bypassed += 1
@@ -173,6 +182,26 @@ class Scheduler:
                 task.num_cached_tokens = task.sequence.kv_state.num_computed_tokens
             return task
         return None
+
+    def _awaits_prefix(self, sequence: Sequence) -> bool:
+        """Whether a running sequence is about to publish a block that this one could share.
+
+        So equal prompts that arrive together are prefilled once. If the one that prefills goes
+        away, nobody waits for it any more, and the next in line takes over.
+        """
+        if not self._shares_prefixes:
+            return False
+        for leader in (task.sequence for task in self.running if task.num_remaining > 1):
+            size = leader.kv_state.block_size
+            stop = (leader.kv_state.num_computed_tokens // size + 1) * size
+            is_shareable = stop <= leader.num_tokens and stop < sequence.num_tokens
+            if (
+                is_shareable
+                and leader.namespace == sequence.namespace
+                and np.array_equal(leader.token_ids[:stop], sequence.token_ids[:stop])
+            ):
+                return True
+        return False
 
     def check_integrity(self) -> None:
         """Running tasks hold memory and have work; waiting ones hold none; both are in order.

@@ -423,7 +423,7 @@ SHORT = settings(deadline=None, suppress_health_check=CHECKS, stateful_step_coun
 LONG = settings(SHORT, max_examples=3000, stateful_step_count=150)
 
 TestBlockManagerImpl = pytest.mark.timeout(1200)(Managers.TestCase)  # shrinking takes its time
-TestBlockManagerImpl.settings = settings(SHORT, max_examples=300)
+TestBlockManagerImpl.settings = settings(SHORT, max_examples=200)
 TestConcurrentBlockManagerImpl = pytest.mark.timeout(1200)(ConcurrentManagers.TestCase)
 TestConcurrentBlockManagerImpl.settings = settings(SHORT, max_examples=80)
 

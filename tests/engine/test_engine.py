@@ -382,6 +382,55 @@ def test_a_prefill_in_chunks_is_shared_while_it_runs():
     assert same(outputs["b"], expected(late))
 
 
+@pytest.mark.parametrize("budget", [6, 512])
+def test_equal_prompts_that_arrive_together_are_prefilled_once(budget):
+    requests = [ask(f"r{i}", prompt(19), max_tokens=3, ignore_eos=True) for i in range(5)]
+    engine = make_engine(budget=budget)
+    outputs = run(engine, requests)
+    assert engine.stats().num_computed_tokens == 19 + 4 * 3 + 5 * 2
+    assert [outputs[f"r{i}"].num_cached_tokens for i in range(5)] == [0, 16, 16, 16, 16]
+    for request in requests:
+        assert same(outputs[request.request_id], expected(request))
+    engine = make_engine(budget=budget, enable_prefix_cache=False)
+    run(engine, requests)
+    assert engine.stats().num_computed_tokens == 5 * (19 + 2)
+    assert engine.stats().num_steps == (3 if budget == 512 else engine.stats().num_steps)
+
+
+@pytest.mark.parametrize("how", ["abort", "fail"])
+def test_followers_take_over_from_a_leader_that_goes(how):
+    requests = [ask(f"r{i}", prompt(19), max_tokens=3, ignore_eos=True) for i in range(3)]
+    engine = make_engine(budget=6)
+    engine.submit(requests)
+    engine.step()
+    assert [task.arrival for task in engine.scheduler.running] == [0]
+    if how == "abort":
+        engine.abort(["r0"])
+    else:
+        engine.model.error = ValueError("gone")
+        engine.step()
+    outputs = run(engine)
+    assert outputs["r1"].num_cached_tokens == 4
+    assert outputs["r2"].num_cached_tokens == 16
+    for request in requests[1:]:
+        assert same(outputs[request.request_id], expected(request))
+
+
+def test_a_shared_head_is_waited_for_and_other_requests_pass():
+    engine = make_engine(budget=8)
+    long = prompt(30)
+    engine.submit(
+        [
+            ask("leader", long, max_tokens=2, ignore_eos=True),
+            ask("follower", [*long[:20], 1, 2, 3], max_tokens=2, ignore_eos=True),
+            ask("lora", long, Namespace(lora="l"), max_tokens=2, ignore_eos=True),
+        ]
+    )
+    outputs = run(engine)
+    assert outputs["follower"].num_cached_tokens == 20
+    assert outputs["lora"].num_cached_tokens == 0
+
+
 def test_samples_of_one_prompt_differ_and_repeat():
     params = {"max_tokens": 10, "temperature": 1.0, "seed": 5, "n": 4, "ignore_eos": True}
     requests = [ask(f"x/{i}", prompt(9), index=i, **params) for i in range(4)]

@@ -33,13 +33,14 @@ def test_flatten_gives_a_list_of_its_own():
     assert len(request.sequences) == 2
 
 
-@pytest.mark.parametrize("twice", ["list", "list and request", "two requests"])
+@pytest.mark.parametrize("twice", ["list", "list and request", "two requests", "request"])
 def test_a_sequence_listed_twice_is_refused(twice):
     a, b = sequences(2)
     listed = {
         "list": [a, b, a],
         "list and request": [a, Request([b, a])],
         "two requests": [Request([a]), Request([b, a])],
+        "request": Request([a, a]),
     }[twice]
     with pytest.raises(ValueError, match="listed twice"):
         flatten(listed)
@@ -54,7 +55,7 @@ def test_anything_else_is_refused_by_type(wrong):
 def test_token_targets():
     members = sequences(3)
     assert token_targets(members, None) == [1, 2, 3]
-    assert token_targets(members, 7) == [7, 7, 7]
+    assert token_targets(members, 7) == token_targets(members, np.int64(7)) == [7, 7, 7]
     assert token_targets(members, [4, 5, 6]) == [4, 5, 6]
     assert token_targets(members, iter([4, 5, 6])) == [4, 5, 6]
     assert token_targets([], None) == token_targets([], 3) == token_targets([], []) == []
