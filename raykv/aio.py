@@ -7,8 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
-from raykv.core.namespace import DEFAULT, Namespace
-from raykv.engine.params import SamplingParams, TokenDelta, TokenOutput
+from raykv.engine.params import GenerationRequest, SamplingParams, TokenDelta, TokenOutput
 
 if TYPE_CHECKING:
     from raykv.pool import BlockManagerPool, Prompts
@@ -47,39 +46,37 @@ class AsyncPool:
         prompts: Prompts,
         params: SamplingParams | None = None,
         *,
-        request_id: str | None = None,
-        namespace: Namespace = DEFAULT,
         dp_rank: int | None = None,
+        **options: Any,
     ) -> list[TokenOutput]:
-        """See BlockManagerPool.generate."""
+        """See BlockManagerPool.generate; ``options`` are its other keywords."""
+        requests = await self._requests(prompts, params, options)
         outputs: dict[str, TokenOutput] = {}
-        names: list[str] = []
-        async for delta in self._deltas(prompts, params, request_id, namespace, dp_rank, names):
+        async for delta in self._deltas(requests, dp_rank):
             if delta.output is not None:
                 outputs[delta.request_id] = delta.output
-        return [outputs[name] for name in names]
+        return [outputs[request.request_id] for request in requests]
 
     async def stream(
         self,
         prompt: Prompts,
         params: SamplingParams | None = None,
         *,
-        request_id: str | None = None,
-        namespace: Namespace = DEFAULT,
         dp_rank: int | None = None,
+        **options: Any,
     ) -> AsyncIterator[TokenDelta]:
         """Yield tokens as they come; the last delta of each request carries its output."""
-        async for delta in self._deltas(prompt, params, request_id, namespace, dp_rank, []):
+        requests = await self._requests(prompt, params, options)
+        async for delta in self._deltas(requests, dp_rank):
             yield delta
 
-    async def _deltas(  # noqa: PLR0917 - private, and all its callers have all of them
-        self,
-        prompts: Prompts,
-        params: SamplingParams | None,
-        request_id: str | None,
-        namespace: Namespace,
-        dp_rank: int | None,
-        names: list[str],
+    async def _requests(
+        self, prompts: Prompts, params: SamplingParams | None, options: dict[str, Any]
+    ) -> list[GenerationRequest]:
+        return await asyncio.to_thread(self._pool.make_requests, prompts, params, **options)
+
+    async def _deltas(
+        self, requests: list[GenerationRequest], dp_rank: int | None
     ) -> AsyncIterator[TokenDelta]:
         pool, loop = self._pool, asyncio.get_running_loop()
         queue: asyncio.Queue[TokenDelta] = asyncio.Queue()
@@ -88,11 +85,7 @@ class AsyncPool:
             with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
                 loop.call_soon_threadsafe(queue.put_nowait, delta)
 
-        requests = await asyncio.to_thread(
-            pool.make_requests, prompts, params, request_id, namespace
-        )
-        names += [request.request_id for request in requests]
-        left = set(names)
+        left = {request.request_id for request in requests}
         try:
             await asyncio.to_thread(pool.start, requests, [listen] * len(requests), dp_rank)
             while left:

@@ -126,7 +126,8 @@ class PoolConfig(_Model):
         max_model_len: tokens that one sequence may reach; by default what the model or the pool
             allows.
         hash_seed: the secret behind prefix hashes; drawn at launch if left out.
-        eviction: which cached blocks go first: ``lru``.
+        eviction: which cached blocks go first: ``lru``, ``lrfu``, ``priority`` or ``module:Class``;
+            see raykv.core.eviction.
         disagg_pd: True makes every manager thread-safe (ConcurrentBlockManagerImpl).
         routing: how a rank is chosen.
         memory: the KV buffers; None keeps books only.
@@ -145,7 +146,7 @@ class PoolConfig(_Model):
     num_single_blocks: int = Field(257, ge=2)
     max_model_len: int | None = Field(None, ge=1)
     hash_seed: bytes | None = Field(None, min_length=1, repr=False)
-    eviction: Literal["lru"] = "lru"
+    eviction: str = "lru"
     disagg_pd: bool = False
     linear_state: Any = None
     manager_types: Any = None

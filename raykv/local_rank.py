@@ -7,6 +7,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from typing import TypeVar
 
+from raykv.core.explain import MissReport
 from raykv.core.kv_cache_manager import RankStats
 from raykv.core.sequence import Sequence
 from raykv.engine.params import GenerationRequest, TokenDelta
@@ -63,6 +64,22 @@ class LocalRank(RankHandle):
     def undo(self, sequences: list[Sequence], num_blocks: list[int | None]) -> Reply[None]:
         """See RankHandle."""
         return self._do(lambda: undo(self.kv, sequences, num_blocks))
+
+    def fork(self, parent: Sequence, child: Sequence) -> Reply[None]:
+        """See RankHandle."""
+        return self._do(lambda: self.kv.fork(parent, child))
+
+    def explain(self, sequence: Sequence) -> Reply[MissReport]:
+        """See RankHandle."""
+        return self._do(lambda: self.kv.explain(sequence))
+
+    def take_swaps(self) -> Reply[list[tuple[int, int]]]:
+        """See RankHandle."""
+        return self._do(lambda: self.kv.get_swap_block_transfer_infos()[0])
+
+    def ack_swaps(self) -> Reply[None]:
+        """See RankHandle."""
+        return self._do(self.kv.ack_swaps)
 
     def reset_prefix_cache(self) -> Reply[int]:
         """See RankHandle."""

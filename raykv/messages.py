@@ -17,11 +17,13 @@ from numpy.typing import NDArray
 
 from raykv.core.kv_cache_manager import RankStats
 from raykv.core.namespace import Namespace
+from raykv.core.retention import Retention
 from raykv.core.tokens import BlockIds
 from raykv.engine.params import EngineLimits, TokenDelta
 
 Operation: TypeAlias = Literal[
-    "allocate", "allocate_shared", "cache", "release", "undo", "reset_prefix_cache",
+    "allocate", "allocate_shared", "cache", "release", "undo", "fork", "explain", "take_swaps",
+    "ack_swaps", "reset_prefix_cache",
     "check_integrity", "refresh", "submit", "abort",
 ]  # fmt: skip
 
@@ -37,6 +39,7 @@ class SequenceUpdate:
         num_computed_tokens: leading tokens whose KV is computed.
         num_known_blocks: blocks that the driver's copy has.
         namespace: with whom its KV may be shared.
+        retention: how dearly its cached blocks are kept.
         counted: whether hit statistics know it from an earlier admission.
     """
 
@@ -46,6 +49,7 @@ class SequenceUpdate:
     num_computed_tokens: int
     num_known_blocks: int
     namespace: Namespace
+    retention: Retention
     counted: bool
 
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from raykv.aio import AsyncPool
 from raykv.config import PoolConfig
+from raykv.core.explain import MissReport
 from raykv.core.kv_cache_manager import (
     KVCacheManager,
     PoolStats,
@@ -23,6 +24,7 @@ from raykv.core.kv_cache_manager import (
     token_targets,
 )
 from raykv.core.namespace import DEFAULT, Namespace
+from raykv.core.retention import DEFAULT_RETENTION, Retention
 from raykv.core.sequence import Sequence
 from raykv.core.tokens import TokenIds, as_tokens
 from raykv.engine.build import build_rank, load_tokenizer
@@ -73,6 +75,7 @@ class BlockManagerPool(KVCacheManager):
         """See KVCacheManager. One call per rank, all ranks at once."""
         members = flatten(sequences)
         targets = token_targets(members, num_tokens)
+        self._own(members)
         groups: dict[int, tuple[list[Sequence], list[int]]] = {}
         for rank, sequence, target in zip(
             self._select(members, targets), members, targets, strict=True
@@ -95,6 +98,7 @@ class BlockManagerPool(KVCacheManager):
 
     def allocate_shared(self, sequence: Sequence) -> None:
         """See KVCacheManager."""
+        self._own([sequence])
         rank = self.select_rank(sequence)
         self.ranks[rank].allocate_shared(sequence).result()
 
@@ -103,6 +107,28 @@ class BlockManagerPool(KVCacheManager):
         rank = self._rank_of(sequence)
         if rank is not None:
             self.ranks[rank].cache(sequence, num_tokens).result()
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """See KVCacheManager."""
+        rank = self._rank_of(parent)
+        if rank is not None:
+            child.owner = self
+            self.ranks[rank].fork(parent, child).result()
+
+    def get_swap_block_transfer_infos(self) -> list[list[tuple[int, int]]]:
+        """See KVCacheManager."""
+        return results([rank.take_swaps() for rank in self.ranks])
+
+    def ack_swaps(self) -> None:
+        """See KVCacheManager."""
+        results([rank.ack_swaps() for rank in self.ranks])
+
+    def explain(self, sequence: Sequence) -> MissReport:
+        """See KVCacheManager."""
+        rank = self._rank_of(sequence)
+        if rank is None:
+            raise RequestError(f"{sequence!r} holds no blocks: explain it while it is allocated")
+        return self.ranks[rank].explain(sequence).result()
 
     def select_rank(self, sequence: Sequence) -> int:
         """The rank that holds the sequence, or the one that ``allocate`` would choose now."""
@@ -135,6 +161,7 @@ class BlockManagerPool(KVCacheManager):
         request_id: str | None = None,
         namespace: Namespace = DEFAULT,
         dp_rank: int | None = None,
+        retention: Retention = DEFAULT_RETENTION,
     ) -> list[TokenOutput]:
         """Continue prompts; the outputs come in order, ``params.n`` per prompt.
 
@@ -145,12 +172,13 @@ class BlockManagerPool(KVCacheManager):
             namespace: with whom their KV may be shared.
             dp_rank: the rank to use, such as the one that served the last turn of a conversation
                 (``TokenOutput.dp_rank``) and holds its KV; None lets the pool choose.
+            retention: how dearly their cached blocks are kept.
 
         Raises:
             RequestError: a prompt is empty, too long or holds unknown tokens; none was started.
             RankUnavailableError: a rank went away.
         """
-        requests = self.make_requests(prompts, params, request_id, namespace)
+        requests = self.make_requests(prompts, params, request_id, namespace, retention)
         deltas: queue.SimpleQueue[TokenDelta] = queue.SimpleQueue()
         try:
             self.start(requests, [deltas.put] * len(requests), dp_rank)
@@ -176,6 +204,7 @@ class BlockManagerPool(KVCacheManager):
         params: SamplingParams | None = None,
         request_id: str | None = None,
         namespace: Namespace = DEFAULT,
+        retention: Retention = DEFAULT_RETENTION,
     ) -> list[GenerationRequest]:
         """Turn prompts into requests: one per prompt and sample."""
         params = SamplingParams() if params is None else params
@@ -189,6 +218,8 @@ class BlockManagerPool(KVCacheManager):
                 params=params,
                 namespace=namespace,
                 sample_index=index,
+                prompt_id=row_name,
+                retention=retention,
             )
             for row_name, row in zip(names, rows, strict=True)
             for index in range(params.n)
@@ -271,6 +302,12 @@ class BlockManagerPool(KVCacheManager):
                 f"0..{len(self.ranks) - 1}: deallocate it there first"
             )
         return rank
+
+    def _own(self, members: list[Sequence]) -> None:
+        """Make ``Sequence.fork`` come here."""
+        for sequence in members:
+            if sequence.single_block_id is None:
+                sequence.owner = self
 
     def _rank_stats(self) -> list[RankStats]:
         results([rank.refresh() for rank in self.ranks])

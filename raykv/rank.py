@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from itertools import compress
+from operator import not_
 
 import numpy as np
 
@@ -11,6 +13,8 @@ from raykv.config import PoolConfig
 from raykv.core.block_manager import BlockManagerImpl
 from raykv.core.block_tables import BlockTables
 from raykv.core.concurrent import ConcurrentBlockManagerImpl
+from raykv.core.copy_on_write import SwapList
+from raykv.core.explain import MissReport
 from raykv.core.kv_cache_manager import (
     KVCacheManager,
     PoolStats,
@@ -19,7 +23,7 @@ from raykv.core.kv_cache_manager import (
     flatten,
     token_targets,
 )
-from raykv.core.manager import AdmitRequest, BlockManager
+from raykv.core.manager import AdmitRequest
 from raykv.core.sequence import KVCacheState, Sequence
 from raykv.core.single import SingleBlockManager
 from raykv.core.tokens import NO_INDEX, BlockIds, Index
@@ -39,6 +43,7 @@ class RankKV(KVCacheManager):
         dp_rank: the rank's number.
         spec: shape of the KV buffers; None takes it from ``config.memory``, and keeps books only
             where that gives none.
+        clock: seconds, for retention priorities that end.
 
     Attributes:
         block_manager: hands out KV blocks.
@@ -48,7 +53,14 @@ class RankKV(KVCacheManager):
         tables: the block tables, row by single block id.
     """
 
-    def __init__(self, config: PoolConfig, dp_rank: int = 0, spec: KVSpec | None = None) -> None:
+    def __init__(
+        self,
+        config: PoolConfig,
+        dp_rank: int = 0,
+        spec: KVSpec | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.config = config
         self.dp_rank = dp_rank
         self.block_size = config.block_size
@@ -58,7 +70,11 @@ class RankKV(KVCacheManager):
         self.buffers = make_buffers(config, spec)
         max_blocks = -(-config.max_tokens_per_sequence // config.block_size)
         self.tables = BlockTables(config.num_single_blocks, max_blocks)
+        self._swaps = SwapList(self.block_manager)
+        self._has_forks = False
+        self._clock = clock
         self._sequences: list[Sequence | None] = [None] * config.num_single_blocks  # by row
+        self._num_attached = 0
         self._num_admissions = self._num_queried = self._num_hit = 0
 
     # -- allocation -----------------------------------------------------------------------------
@@ -71,25 +87,73 @@ class RankKV(KVCacheManager):
         is_new = [self._is_new(sequence) for sequence in members]
         new = list(compress(members, is_new))
         rows, counts = self._growth(members, needs, is_new)
+        copies = self._due_copies(compress(members, map(not_, is_new))) if self._has_forks else []
         singles = self.single_block_manager.allocate(len(new))
         if singles is None:
             return False
+        self.block_manager.set_time(self._clock())
         requests = [
             AdmitRequest(need, _shareable(sequence, self.block_size), sequence.namespace)
             for sequence, need in zip(new, compress(needs, is_new), strict=True)
         ]
         # All running sequences grow as one request: their blocks come as one slice.
-        admitted = self.block_manager.admit([*requests, AdmitRequest(int(counts.sum()))])
+        num_more = int(counts.sum())
+        admitted = self.block_manager.admit([*requests, AdmitRequest(num_more + len(copies))])
         if admitted is None:
             singles.release()
             return False
         *grants, growth = admitted
         for sequence, row, grant in zip(new, singles.detach().tolist(), grants, strict=True):
             self._attach(sequence, row, grant.block_ids, grant.num_shared)
-        self.tables.append_many(rows, counts, growth.block_ids)
+        self.tables.append_many(rows, counts, growth.block_ids[:num_more])
         for row in rows.tolist():
             self._sequence(row).kv_state.block_ids = self.tables.ids(row)
+        for (sequence, index), target in zip(
+            copies, growth.block_ids[num_more:].tolist(), strict=True
+        ):
+            self._copy_on_write(sequence, index, target)
         return True
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """See KVCacheManager."""
+        if self._is_new(parent):
+            return
+        single = self.single_block_manager.allocate(1)
+        if single is None:
+            return
+        state = parent.kv_state
+        num_blocks = -(-state.num_computed_tokens // self.block_size)
+        with self.block_manager.adopt(state.block_ids[:num_blocks]) as blocks:
+            shared = blocks.share()
+            blocks.detach()
+        child.counted = True
+        self._attach(child, int(single.detach()[0]), shared.detach(), num_blocks)
+        child.kv_state.num_computed_tokens = state.num_computed_tokens
+        self._has_forks = True
+
+    def get_swap_block_transfer_infos(self) -> list[list[tuple[int, int]]]:
+        """See KVCacheManager."""
+        return [self._swaps.take()]
+
+    def ack_swaps(self) -> None:
+        """See KVCacheManager."""
+        self._swaps.acknowledge()
+
+    def explain(self, sequence: Sequence) -> MissReport:
+        """See KVCacheManager."""
+        if self._is_new(sequence):
+            raise RequestError(f"{sequence!r} holds no blocks: explain it while it is allocated")
+        state = sequence.kv_state
+        return self.block_manager.explain(
+            sequence.token_ids[: state.num_admitted_tokens],
+            state.num_shared_blocks,
+            namespace=sequence.namespace,
+            others=[
+                other
+                for other in self._sequences
+                if other is not None and other.kv_state.admission < state.admission
+            ],
+        )
 
     def allocate_shared(self, sequence: Sequence) -> None:
         """See KVCacheManager; a sequence that holds blocks already keeps just those."""
@@ -120,6 +184,7 @@ class RankKV(KVCacheManager):
                 blocks,
                 num_existing_shared=state.num_shared_blocks,
                 namespace=sequence.namespace,
+                retention=sequence.retention,
             )
         finally:
             blocks.detach()
@@ -225,11 +290,16 @@ class RankKV(KVCacheManager):
         self.tables.append(row, ids)
         self._sequences[row] = sequence
         sequence.dp_rank, sequence.single_block_id = self.dp_rank, row
+        if sequence.owner is None:
+            sequence.owner = self
+        self._num_attached += 1
         sequence.kv_state = KVCacheState(
             block_size=self.block_size,
             block_ids=self.tables.ids(row),
             num_shared_blocks=num_shared,
             num_computed_tokens=num_shared * self.block_size,
+            num_admitted_tokens=sequence.num_tokens,
+            admission=self._num_attached,
         )
         if not sequence.counted:
             sequence.counted = True
@@ -244,7 +314,40 @@ class RankKV(KVCacheManager):
             self.block_manager.adopt(self.tables.truncate(row, 0)).release()
             self.single_block_manager.adopt(np.array([row], np.int32)).release()
             self._sequences[row] = None
+            if not self.single_block_manager.num_used_blocks:
+                self._has_forks = False
         sequence.reset()
+
+    def _due_copies(self, running: Iterable[Sequence]) -> list[tuple[Sequence, int]]:
+        """Running sequences that are about to write to a block which others use too.
+
+        Each with the block's index in its table: the block of its first uncomputed token. The last
+        of several writers keeps the block.
+        """
+        due = []
+        uses: dict[int, int] = {}
+        for sequence in running:
+            state = sequence.kv_state
+            index = state.num_computed_tokens // self.block_size
+            if index < state.num_blocks:
+                block_id = int(state.block_ids[index])
+                if block_id not in uses:
+                    uses[block_id] = int(self.block_manager.use_counts(state.block_ids)[index])
+                if uses[block_id] > 1:
+                    due.append((sequence, index))
+                    uses[block_id] -= 1
+        return due
+
+    def _copy_on_write(self, sequence: Sequence, index: int, target: int) -> None:
+        """Give a sequence its own copy of one block, to be filled before it writes."""
+        row, state = sequence.single_block_id, sequence.kv_state
+        source = int(state.block_ids[index])
+        self._swaps.add(source, target)
+        self.block_manager.adopt([source]).release()
+        self.tables.table[row, index] = target
+        assert row is not None, "a sequence with blocks has a row"
+        state.block_ids = self.tables.ids(row)
+        state.num_shared_blocks = min(state.num_shared_blocks, index)
 
     def _growth(
         self, members: list[Sequence], needs: list[int], is_new: list[bool]
@@ -290,7 +393,7 @@ class RankKV(KVCacheManager):
         return -(-num_tokens // self.block_size)
 
 
-def make_block_manager(config: PoolConfig) -> BlockManager:
+def make_block_manager(config: PoolConfig) -> BlockManagerImpl:
     """Choose the manager as the seed's section 5.1 does."""
     kind = ConcurrentBlockManagerImpl if config.disagg_pd else BlockManagerImpl
     return kind(

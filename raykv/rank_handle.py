@@ -7,6 +7,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Generic, NoReturn, Protocol, TypeVar
 
+from raykv.core.explain import MissReport
 from raykv.core.kv_cache_manager import RankStats
 from raykv.core.sequence import Sequence
 from raykv.engine.params import EngineLimits, GenerationRequest, TokenDelta
@@ -84,6 +85,22 @@ class RankHandle(ABC):
     @abstractmethod
     def undo(self, sequences: list[Sequence], num_blocks: list[int | None]) -> Reply[None]:
         """Take an allocation back: to ``num_blocks`` blocks each, None for none and no row."""
+
+    @abstractmethod
+    def fork(self, parent: Sequence, child: Sequence) -> Reply[None]:
+        """See KVCacheManager.fork."""
+
+    @abstractmethod
+    def explain(self, sequence: Sequence) -> Reply[MissReport]:
+        """See KVCacheManager.explain."""
+
+    @abstractmethod
+    def take_swaps(self) -> Reply[list[tuple[int, int]]]:
+        """See KVCacheManager.get_swap_block_transfer_infos."""
+
+    @abstractmethod
+    def ack_swaps(self) -> Reply[None]:
+        """See KVCacheManager.ack_swaps."""
 
     @abstractmethod
     def reset_prefix_cache(self) -> Reply[int]:

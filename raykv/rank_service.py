@@ -87,6 +87,12 @@ class RankService:
                 self.check_integrity()
             case "reset_prefix_cache":
                 return self.kv.reset_prefix_cache()[0]
+            case "take_swaps":
+                return self.kv.get_swap_block_transfer_infos()[0]
+            case "ack_swaps":
+                self.kv.ack_swaps()
+            case "explain":
+                return self.kv.explain(self._sequence(call.driver_id, call.updates[0]))
             case "submit":
                 self._running_engine().submit(call.argument, call.driver_id)
             case "abort":
@@ -110,6 +116,8 @@ class RankService:
                     self.kv.deallocate(sequences)
                 case "release":
                     self.kv.deallocate_without_cache(sequences)
+                case "fork":
+                    self.kv.fork(*sequences)
                 case "undo":
                     undo(self.kv, sequences, call.argument)
                 case _:
@@ -136,7 +144,12 @@ class RankService:
                 raise RequestError(
                     f"sequence {update.seq_id!r} is not known here: its blocks are gone"
                 )
-            sequence = Sequence(update.token_ids, seq_id=update.seq_id, namespace=update.namespace)
+            sequence = Sequence(
+                update.token_ids,
+                seq_id=update.seq_id,
+                namespace=update.namespace,
+                retention=update.retention,
+            )
             sequence.counted = update.counted
             self._sequences[key] = sequence
             return sequence
@@ -158,7 +171,10 @@ class RankService:
             seq_id=update.seq_id,
             single_block_id=sequence.single_block_id,
             num_blocks=state.num_blocks,
-            block_ids=state.block_ids[update.num_known_blocks :],
+            # Copy on write may have replaced the block of the first uncomputed token.
+            block_ids=state.block_ids[
+                min(update.num_known_blocks, state.num_computed_tokens // self.kv.block_size) :
+            ],
             num_shared_blocks=state.num_shared_blocks,
             num_computed_tokens=state.num_computed_tokens,
         )

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from raykv.core.explain import MissReport
 from raykv.core.kv_cache_manager import RankStats
 from raykv.core.sequence import KVCacheState, Sequence
 from raykv.engine.params import GenerationRequest, TokenDelta
@@ -71,6 +72,22 @@ class RemoteRank(RankHandle):
         """See RankHandle."""
         return self._call("undo", sequences, num_blocks)
 
+    def fork(self, parent: Sequence, child: Sequence) -> Reply[None]:
+        """See RankHandle."""
+        return self._call("fork", [parent, child])
+
+    def explain(self, sequence: Sequence) -> Reply[MissReport]:
+        """See RankHandle."""
+        return self._call("explain", [sequence])
+
+    def take_swaps(self) -> Reply[list[tuple[int, int]]]:
+        """See RankHandle."""
+        return self._call("take_swaps")
+
+    def ack_swaps(self) -> Reply[None]:
+        """See RankHandle."""
+        return self._call("ack_swaps")
+
     def reset_prefix_cache(self) -> Reply[int]:
         """See RankHandle."""
         return self._call("reset_prefix_cache")
@@ -129,6 +146,7 @@ class RemoteRank(RankHandle):
             num_computed_tokens=state.num_computed_tokens,
             num_known_blocks=state.num_blocks,
             namespace=sequence.namespace,
+            retention=sequence.retention,
             counted=sequence.counted,
         )
 
@@ -157,18 +175,16 @@ class RemoteRank(RankHandle):
                 sequence.reset()
             return
         block_ids = sequence.kv_state.block_ids
-        if state.num_blocks != len(block_ids):
-            known = block_ids[: state.num_blocks - len(state.block_ids)]
-            block_ids = np.concatenate((known, state.block_ids))
+        known = state.num_blocks - len(state.block_ids)
+        if not np.array_equal(block_ids[known:], state.block_ids):
+            block_ids = np.concatenate((block_ids[:known], state.block_ids))
             block_ids.flags.writeable = False
         if sequence.single_block_id is None:
             sequence.counted = True
-            sequence.kv_state = KVCacheState(
-                num_shared_blocks=state.num_shared_blocks,
-                num_computed_tokens=state.num_computed_tokens,
-            )
+            sequence.kv_state = KVCacheState(num_computed_tokens=state.num_computed_tokens)
         sequence.dp_rank, sequence.single_block_id = self.dp_rank, state.single_block_id
         sequence.kv_state.block_size = self.block_size
+        sequence.kv_state.num_shared_blocks = state.num_shared_blocks
         sequence.kv_state.block_ids = block_ids
         self._held[sequence.seq_id] = (sequence, num_sent)
 

@@ -71,6 +71,9 @@ class _Recorder:
         self.kv_spec = model.kv_spec
         self.last: NDArray[np.float32] = np.empty((0, 0), np.float32)
 
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        self._model.copy_blocks(sources, targets)
+
     def forward(self, batch: StepBatch) -> NDArray[np.float32]:
         self.last = self._model.forward(batch)
         return self.last

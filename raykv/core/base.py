@@ -14,7 +14,8 @@ from .ledger import REF, REF_MASK, USE, Ledger
 from .manager import AdmitRequest, Admitted, BlockManager
 from .namespace import DEFAULT, Namespace
 from .prefix_hash import PrefixHasher
-from .tokens import NO_INDEX, BlockIds, Index, TokenIds
+from .retention import DEFAULT_RETENTION, Retention
+from .tokens import NO_INDEX, BlockIds, Index, TokenIds, as_index
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -56,9 +57,18 @@ class LedgerBlockManager(BlockManager):
         self._begin_admission(requests)
         return self._grant(requests, [NO_INDEX] * len(requests))
 
-    def adopt(self, block_ids: BlockIds | Index) -> Blocks:
+    def adopt(self, block_ids: Iterable[int] | BlockIds | Index) -> Blocks:
         """See BlockManager."""
-        return Blocks(self, np.array(block_ids, np.int64), USE + REF)
+        return Blocks(self, as_index(block_ids), USE + REF)
+
+    def pin(self, block_ids: Index) -> Blocks:
+        """A pin of blocks that somebody holds; see ``Blocks.pin``."""
+        return self.make_handle(block_ids, REF)
+
+    def use_counts(self, block_ids: BlockIds | Index) -> NDArray[np.int64]:
+        """See BlockManager."""
+        self._settle_dropped()
+        return np.maximum(self._ledger.counts[block_ids], 0) // USE
 
     def deallocate(self, blocks: Blocks) -> None:
         """See BlockManager."""
@@ -84,6 +94,7 @@ class LedgerBlockManager(BlockManager):
         *,
         num_existing_shared: int = 0,  # noqa: ARG002
         namespace: Namespace = DEFAULT,  # noqa: ARG002
+        retention: Retention = DEFAULT_RETENTION,  # noqa: ARG002
     ) -> int:
         """Without a prefix cache: nothing, 0."""
         self._own(blocks)

@@ -10,14 +10,16 @@ from raykv.errors import DoubleFreeError, IntegrityError
 
 from .base import LedgerBlockManager
 from .blocks import Blocks
+from .explain import MissReport, TokenRow, explain
 from .ledger import PIN_MASK, REF, USE
 from .manager import AdmitRequest, Admitted
 from .namespace import DEFAULT, Namespace
 from .prefix_cache import Path, PrefixCache, path_ids, path_length
+from .retention import DEFAULT_RETENTION, Retention
 from .tokens import Index, TokenIds, as_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from numpy.typing import NDArray
 
@@ -35,7 +37,8 @@ class BlockManagerImpl(LedgerBlockManager):
         block_size: tokens per block.
         enable_prefix_cache: False makes every lookup miss and every publication a no-op.
         hash_seed: the pool's secret for prefix hashes; None draws one.
-        eviction: the order of eviction; "lru" is least recently released first.
+        eviction: which cached blocks go first: "lru", "lrfu", "priority", or ``module:Class`` of
+            an EvictionPolicy.
 
     Raises:
         ConfigError: impossible sizes or an unknown eviction policy.
@@ -94,6 +97,7 @@ class BlockManagerImpl(LedgerBlockManager):
         *,
         num_existing_shared: int = 0,  # noqa: ARG002 - the walk costs microseconds, a wrong hint a wrong hit
         namespace: Namespace = DEFAULT,
+        retention: Retention = DEFAULT_RETENTION,
     ) -> int:
         """See BlockManager."""
         self._own(blocks)
@@ -108,7 +112,32 @@ class BlockManagerImpl(LedgerBlockManager):
             return 0
         if not blocks.is_unique and len(np.unique(ids)) < len(ids):
             raise ValueError(f"a block is listed twice among the {len(ids)} blocks to publish")
-        return self._cache.insert(tokens, ids, namespace=namespace)
+        return self._cache.insert(tokens, ids, namespace=namespace, retention=retention)
+
+    def explain(
+        self,
+        token_ids: TokenIds,
+        num_hit_blocks: int,
+        *,
+        namespace: Namespace = DEFAULT,
+        others: Iterable[TokenRow] = (),
+    ) -> MissReport:
+        """Why a prompt's hit ended where it did.
+
+        Args:
+            token_ids: the prompt.
+            num_hit_blocks: blocks that ``allocate_shared`` or ``admit`` found for it.
+            namespace: whose it is.
+            others: running sequences that were admitted before it.
+        """
+        tokens = as_tokens(token_ids)
+        if not self.enable_prefix_cache:
+            return MissReport("cache_off", 0, 0)
+        return explain(self._cache, tokens, namespace, num_hit_blocks, others)
+
+    def set_time(self, now_s: float) -> None:
+        """Tell the time, seconds on any clock, for retention priorities that end."""
+        self._cache.now_s = now_s
 
     def reset_prefix_cache(self) -> int:
         """See BlockManager."""

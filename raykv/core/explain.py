@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,18 @@ from .runs import Run
 
 if TYPE_CHECKING:
     from .prefix_cache import PrefixCache
-    from .sequence import Sequence
+
+
+class TokenRow(Protocol):
+    """What is asked of a running sequence."""
+
+    seq_id: Hashable
+    namespace: Namespace
+
+    @property
+    def token_ids(self) -> NDArray[np.int32]:
+        """Its tokens, int32 [n]."""
+
 
 MissReason: TypeAlias = Literal[
     "complete", "last_token_kept", "not_computed_yet", "evicted", "diverged", "other_namespace",
@@ -51,7 +62,7 @@ class MissReport:
     cached_tokens: tuple[int, ...] = ()
     prompt_tokens: tuple[int, ...] = ()
     namespace: Namespace | None = None
-    seq_id: object = None
+    seq_id: Hashable = None
 
     def __str__(self) -> str:
         return f"hit {self.num_hit_tokens} tokens: " + _TEXTS[self.reason].format(
@@ -80,7 +91,7 @@ def explain(
     tokens: NDArray[np.int32],
     namespace: Namespace,
     num_hit_blocks: int,
-    others: Iterable[Sequence] = (),
+    others: Iterable[TokenRow] = (),
 ) -> MissReport:
     """Say why a prompt's hit ended after ``num_hit_blocks`` blocks.
 
@@ -110,11 +121,11 @@ def explain(
     return _elsewhere(cache, tokens, hit) or MissReport("never_seen", hit, hit)
 
 
-def _is_computing(other: Sequence, following: NDArray[np.int32], namespace: Namespace) -> bool:
+def _is_computing(other: TokenRow, following: NDArray[np.int32], namespace: Namespace) -> bool:
     stop = len(following)
     return (
         other.namespace.root == namespace.root
-        and other.num_tokens >= stop
+        and len(other.token_ids) >= stop
         and other.namespace.items(0, stop) == namespace.items(0, stop)
         and np.array_equal(other.token_ids[:stop], following)
     )

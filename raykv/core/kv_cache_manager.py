@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import TypeAlias
 
+from .explain import MissReport
 from .sequence import Request, Sequence
 
 Sequences: TypeAlias = Sequence | Request | Iterable["Sequence | Request"]
@@ -113,6 +114,30 @@ class KVCacheManager(ABC):
     @abstractmethod
     def cache(self, sequence: Sequence, num_tokens: int | None = None) -> None:
         """Publish full blocks of the first ``num_tokens`` computed tokens (default: all)."""
+
+    @abstractmethod
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let a child share its parent's computed blocks; what ``Sequence.fork`` calls."""
+
+    @abstractmethod
+    def get_swap_block_transfer_infos(self) -> list[list[tuple[int, int]]]:
+        """Per rank the (source, target) block copies due before the next write.
+
+        Handed out once, to be done in order; the blocks stay referenced until ``ack_swaps``. The
+        built-in engine does this by itself.
+        """
+
+    @abstractmethod
+    def ack_swaps(self) -> None:
+        """All copies that were handed out are done."""
+
+    @abstractmethod
+    def explain(self, sequence: Sequence) -> MissReport:
+        """Why the sequence's last allocation hit no further.
+
+        Raises:
+            RequestError: it holds no blocks.
+        """
 
     @abstractmethod
     def num_free_blocks(self) -> list[int]:

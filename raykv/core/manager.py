@@ -6,9 +6,13 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, NamedTuple
 
 from .namespace import DEFAULT, Namespace
+from .retention import DEFAULT_RETENTION, Retention
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
 
     from .blocks import Blocks
     from .tokens import BlockIds, Index, TokenIds
@@ -62,8 +66,12 @@ class BlockManager(ABC):
         """
 
     @abstractmethod
-    def adopt(self, block_ids: BlockIds | Index) -> Blocks:
+    def adopt(self, block_ids: Iterable[int] | BlockIds | Index) -> Blocks:
         """Make a handle of uses that ``admit`` or ``Blocks.detach`` gave to the caller."""
+
+    @abstractmethod
+    def use_counts(self, block_ids: BlockIds | Index) -> NDArray[np.int64]:
+        """Sequence sides that use each block, int64 [n]."""
 
     @abstractmethod
     def deallocate(self, blocks: Blocks) -> None:
@@ -98,11 +106,13 @@ class BlockManager(ABC):
         *,
         num_existing_shared: int = 0,
         namespace: Namespace = DEFAULT,
+        retention: Retention = DEFAULT_RETENTION,
     ) -> int:
         """Publish the full blocks of ``token_ids``, whose KV must be computed.
 
         A block whose content is cached already is not cached twice. ``num_existing_shared`` is a
-        hint; the cache is always walked from the root.
+        hint; the cache is always walked from the root. ``retention`` is a wish to the eviction
+        policy "priority".
 
         Returns:
             How many blocks are new in the prefix cache.

@@ -25,6 +25,7 @@ from .eviction import make_order
 from .ledger import PIN, Ledger
 from .namespace import DEFAULT, MultimodalItems, Namespace, RootKey
 from .prefix_audit import audit
+from .retention import DEFAULT_RETENTION, Retention
 from .runs import ChildKey, Root, Run
 from .tokens import NO_INDEX, Index, TokenIds, as_tokens
 
@@ -77,13 +78,21 @@ class PrefixCache:
         """Walk down from the root as far as whole blocks of tokens are equal."""
         return self._walk(as_tokens(token_ids), namespace)
 
-    def insert(self, token_ids: TokenIds, ids: Index, *, namespace: Namespace = DEFAULT) -> int:
+    def insert(
+        self,
+        token_ids: TokenIds,
+        ids: Index,
+        *,
+        namespace: Namespace = DEFAULT,
+        retention: Retention = DEFAULT_RETENTION,
+    ) -> int:
         """Add the blocks whose content is not cached yet; return how many those are.
 
         Args:
             token_ids: at least ``len(ids) * block_size`` tokens; copied.
             ids: int64 [n], referenced by the caller.
             namespace: whose prefixes they are.
+            retention: how dearly to keep them; what a run of blocks was given last counts.
 
         Raises:
             ValueError: a block to add is cached already for other tokens; nothing changed.
@@ -106,6 +115,8 @@ class PrefixCache:
         run, at = path[-1] if path else (self._root(namespace), 0)
         if run.parent is None or at < run.length:
             run = self._new_run(run, self._key(tokens, done, at, namespace), at)
+        if retention is not run.retention:
+            run.retain(retention, self.now_s)
         run.append(tokens[done * size :], new, namespace.items(done * size, stop * size))
         self.run_of[new] = run.index
         self._num_cached += len(new)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .namespace import MultimodalItems, Namespace, RootKey
-from .retention import DEFAULT_RETENTION
+from .retention import DEFAULT_RETENTION, Retention
 from .tokens import NO_INDEX, Index
 
 ChildKey = tuple[int, bytes, MultimodalItems]
@@ -92,6 +92,11 @@ class Run:
         while self._offsets and -self._offsets[0] not in self.anchors:
             heapq.heappop(self._offsets)
         return -self._offsets[0] if self._offsets else 0
+
+    def retain(self, retention: Retention, now_s: float) -> None:
+        """Keep the run this dearly from now on."""
+        self.retention = retention
+        self.expires_s = math.inf if retention.duration_s is None else now_s + retention.duration_s
 
     def has_tail(self, stamp: int) -> bool:
         """Whether the stretch with this stamp is still evictable."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from .namespace import DEFAULT, Namespace
+from .retention import DEFAULT_RETENTION, Retention
 from .tokens import BlockIds, TokenIds, as_tokens
 
 if TYPE_CHECKING:
@@ -18,6 +19,13 @@ if TYPE_CHECKING:
 
 _next_id = itertools.count()
 _NO_IDS = np.empty(0, np.int32)
+
+
+class SequenceOwner(Protocol):
+    """Whoever holds a sequence's blocks."""
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let the child share what the parent has computed."""
 
 
 @dataclass(slots=True)
@@ -30,6 +38,8 @@ class KVCacheState:
         num_shared_blocks: leading blocks that came from the prefix cache.
         num_computed_tokens: leading tokens whose KV is computed. ``allocate`` sets it to the hit;
             whoever computes advances it after computing. Only computed tokens are published.
+        num_admitted_tokens: tokens that it had when it was admitted.
+        admission: counts the rank's admissions.
         composite_block_ids: per sub-manager int32 [n], -1 where a window slid out.
     """
 
@@ -37,6 +47,8 @@ class KVCacheState:
     block_ids: BlockIds = field(default_factory=lambda: _NO_IDS)
     num_shared_blocks: int = 0
     num_computed_tokens: int = 0
+    num_admitted_tokens: int = 0
+    admission: int = 0
     composite_block_ids: list[BlockIds] = field(default_factory=list)
 
     @property
@@ -53,8 +65,10 @@ class Sequence:
         seq_id: unique among the live sequences of a driver; drawn if None.
         namespace: with whom its KV may be shared.
         max_new_tokens: tokens it may grow by, None for no limit of its own.
+        retention: how dearly its cached blocks are kept.
 
     Attributes:
+        owner: who holds its blocks; set by allocation, forgotten by reset.
         dp_rank: the rank that holds its blocks; None before the first allocation and after reset.
         single_block_id: its row in the rank's block table, 1..num_single_blocks-1.
         linear_state_slot: its live slot of recurrent state.
@@ -65,8 +79,8 @@ class Sequence:
 
     __slots__ = (
         "_buffer", "_num_tokens", "counted", "dp_rank", "host_kv_state", "kv_state",
-        "linear_state_slot", "max_new_tokens", "namespace", "num_prompt_tokens", "seq_id",
-        "single_block_id",
+        "linear_state_slot", "max_new_tokens", "namespace", "num_prompt_tokens", "owner",
+        "retention", "seq_id", "single_block_id",
     )  # fmt: skip
 
     def __init__(
@@ -76,12 +90,14 @@ class Sequence:
         seq_id: Hashable = None,
         namespace: Namespace = DEFAULT,
         max_new_tokens: int | None = None,
+        retention: Retention = DEFAULT_RETENTION,
     ) -> None:
         self._buffer = np.array(as_tokens(token_ids))
         self._num_tokens = self.num_prompt_tokens = len(self._buffer)
         self.seq_id: Hashable = next(_next_id) if seq_id is None else seq_id
         self.namespace = namespace
         self.max_new_tokens = max_new_tokens
+        self.retention = retention
         self.counted = False  # whether hit statistics know it: admissions after preemption do not
         self.reset()
 
@@ -90,6 +106,7 @@ class Sequence:
         self.dp_rank: int | None = None
         self.single_block_id: int | None = None
         self.linear_state_slot: int | None = None
+        self.owner: SequenceOwner | None = None
         self.kv_state = KVCacheState()
         self.host_kv_state = KVCacheState()
 
@@ -119,6 +136,25 @@ class Sequence:
             self._grow(len(tokens))
         self._buffer[self._num_tokens : self._num_tokens + len(tokens)] = tokens
         self._num_tokens += len(tokens)
+
+    def fork(self) -> Sequence:
+        """A second sequence with the same tokens that shares the computed KV blocks.
+
+        It gets a single block of its own. Where the last computed block is partly filled, whoever
+        writes to it first, while both use it, gets a copy on its next ``allocate`` (copy on write;
+        see ``get_swap_block_transfer_infos``). A fork that finds no free single block holds nothing
+        and is allocated like any new sequence.
+        """
+        child = Sequence(
+            self.token_ids,
+            namespace=self.namespace,
+            max_new_tokens=self.max_new_tokens,
+            retention=self.retention,
+        )
+        child.num_prompt_tokens = self.num_prompt_tokens
+        if self.owner is not None:
+            self.owner.fork(self, child)
+        return child
 
     def slot_ids(self, start: int = 0, stop: int | None = None) -> NDArray[np.int64]:
         """Slots of tokens [start, stop): ``block_ids[i // size] * size + i % size``, int64.

@@ -1,6 +1,6 @@
 """Token ids as the core keeps them: contiguous int32 arrays."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -18,6 +18,12 @@ its native index type than by int32, which it converts on every use."""
 
 NO_INDEX: Index = np.empty(0, np.int64)
 NO_INDEX.flags.writeable = False
+
+
+def as_index(block_ids: Iterable[int] | BlockIds | Index) -> Index:
+    """Copy block ids as int64 [n]."""
+    ids = block_ids if isinstance(block_ids, np.ndarray) else list(block_ids)
+    return np.array(ids, np.int64)
 
 
 def as_tokens(token_ids: TokenIds) -> NDArray[np.int32]:

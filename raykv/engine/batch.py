@@ -1,5 +1,6 @@
 """What the scheduler hands to a model runner for one step, and what it gets back."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -40,6 +41,10 @@ class ModelRunner(Protocol):
     vocab_size: int
     max_model_len: int
     kv_spec: KVSpec
+
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy whole blocks before anything else is written: what forked sequences ask for."""
+        ...
 
     def forward(self, batch: StepBatch) -> NDArray[np.float32]:
         """Write the new tokens' K/V into their slots; return logits, float32 [L, vocab_size]."""

@@ -116,7 +116,10 @@ class Engine:
         for key, request in accepted.items():
             params = request.params
             sequence = Sequence(
-                request.token_ids, namespace=request.namespace, max_new_tokens=params.max_tokens
+                request.token_ids,
+                namespace=request.namespace,
+                max_new_tokens=params.max_tokens,
+                retention=request.retention,
             )
             seed = secrets.randbits(63) if params.seed is None else params.seed
             arrival = next(self._arrivals)
@@ -155,7 +158,8 @@ class Engine:
                 task.times.append(start)
         begin = self._clock()
         try:
-            logits = self.model.forward(self._batch(step))
+            self._copy_forked()
+            logits = self._forward(self._batch(step))
         except Exception as error:  # noqa: BLE001 - whatever the model throws must not end the rank
             return deltas + [
                 (task.driver_id, self._fail(task, "the model", error)) for task, _ in step
@@ -168,10 +172,13 @@ class Engine:
             if count > 1:  # a prefill, or a piece of one: others may share it from now on
                 self.kv.cache(task.sequence)
             if task.num_remaining == 0:
-                deltas.append((task.driver_id, self._advance(task, next(rows), now)))
+                row = next(rows)
+                for sample in (*self.scheduler.fork(task), task):
+                    sample.times[1:] = sample.times[1:] or task.times[1:2]
+                    deltas.append((sample.driver_id, self._advance(sample, row, now)))
+                    self._num_generated += 1
         self._num_steps += 1
         self._num_computed += sum(count for _, count in step)
-        self._num_generated += len(logits)
         self._step_s += self._clock() - start
         return deltas
 
@@ -192,6 +199,19 @@ class Engine:
         """Check the scheduler's lines and the rank's books; raises IntegrityError."""
         self.scheduler.check_integrity()
         self.kv.check_integrity()
+
+    def _forward(self, batch: StepBatch) -> NDArray[np.float32]:
+        logits = self.model.forward(batch)
+        if len(logits) != len(batch.logit_rows):
+            raise ValueError(f"{len(logits)} rows of logits for {len(batch.logit_rows)} tokens")
+        return logits
+
+    def _copy_forked(self) -> None:
+        """Do the block copies that forked sequences need before they write."""
+        [swaps] = self.kv.get_swap_block_transfer_infos()
+        if swaps:
+            self.model.copy_blocks(*zip(*swaps, strict=True))
+            self.kv.ack_swaps()
 
     def _batch(self, step: list[tuple[Task, int]]) -> StepBatch:
         """Pack the step without padding; block tables are rows of the rank's dense array."""

@@ -2,6 +2,7 @@
 
 import inspect
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from raykv.engine.paged_attention import (
 )
 from raykv.errors import ConfigError, NotSupportedError
 from raykv.memory.buffers import KVBuffers
+from raykv.memory.copies import copy_blocks
 from raykv.memory.spec import KVDtype, KVSpec
 from raykv.memory.xp import Device
 
@@ -80,6 +82,7 @@ class HFModelRunner:
         )
         self.profile = False
         self.timings = dict.fromkeys(("gather", "attention", "write", "forward"), 0.0)
+        self._buffers: KVBuffers | None = None
         self._kv: PagedKV | None = None
         self._model = model.eval()
         self._device: Device = "cuda" if model.device.type == "cuda" else "cpu"
@@ -123,7 +126,13 @@ class HFModelRunner:
                 f"the buffers lie on {buffers.device}, the model on {self._device}; "
                 "give both the same device"
             )
+        self._buffers = buffers
         self._kv = PagedKV(buffers)
+
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """See ModelRunner."""
+        assert self._buffers is not None, "bind(buffers) comes first"
+        copy_blocks(self._buffers, sources, targets)
 
     def forward(self, batch: StepBatch) -> NDArray[np.float32]:
         """Write the new tokens' K/V into their slots; return logits, float32 [L, vocab_size]."""

@@ -9,7 +9,9 @@ from typing import Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from raykv.core.explain import MissReport
 from raykv.core.namespace import DEFAULT, Namespace
+from raykv.core.retention import DEFAULT_RETENTION, Retention
 from raykv.core.tokens import as_tokens
 from raykv.errors import RaykvError, RequestError
 
@@ -88,6 +90,8 @@ class GenerationRequest:
         params: how to continue it.
         namespace: with whom its KV may be shared.
         sample_index: which of the ``params.n`` continuations it is.
+        prompt_id: equal for the continuations of one prompt, which share its blocks.
+        retention: how dearly its cached blocks are kept.
     """
 
     request_id: str
@@ -95,6 +99,8 @@ class GenerationRequest:
     params: SamplingParams
     namespace: Namespace = DEFAULT
     sample_index: int = 0
+    prompt_id: str = ""
+    retention: Retention = DEFAULT_RETENTION
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +117,8 @@ class TokenOutput:
         weights_version: version of the weights that produced it.
         top_log_probs: per token the likeliest tokens and their log-probabilities.
         sample_index: which of the ``n`` continuations it is.
+        miss: why the first admission found no more there; None for a sample that was forked from
+            another one.
         dp_rank: the rank that produced it.
         queue_s: seconds from submission to the first step that computed it.
         prefill_s: seconds from there to the first token.
@@ -126,6 +134,7 @@ class TokenOutput:
     weights_version: int = 0
     top_log_probs: tuple[tuple[tuple[int, float], ...], ...] = ()
     sample_index: int = 0
+    miss: MissReport | None = None
     dp_rank: int = 0
     queue_s: float = 0.0
     prefill_s: float = 0.0

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from raykv.core.explain import MissReport
 from raykv.core.kv_cache_manager import KVCacheManager
 from raykv.core.sequence import Sequence
 from raykv.errors import IntegrityError
@@ -32,6 +33,7 @@ class Task:
         sequence: its tokens and KV.
         seed: of its random numbers.
         num_cached_tokens: hit of the first admission; None before it.
+        miss: why that hit went no further.
         num_preempted: times preempted.
         num_bypassed: times that a later request was admitted while this one headed the line.
         log_probs: per produced token, if asked for.
@@ -46,6 +48,7 @@ class Task:
     sequence: Sequence
     seed: int
     num_cached_tokens: int | None = None
+    miss: MissReport | None = None
     num_preempted: int = 0
     num_bypassed: int = 0
     log_probs: list[float] = field(default_factory=list)
@@ -76,6 +79,7 @@ class Task:
             weights_version=self.request.namespace.weights_version,
             top_log_probs=tuple(self.top_log_probs),
             sample_index=self.request.sample_index,
+            miss=self.miss,
             dp_rank=dp_rank,
             queue_s=marks[1] - marks[0],
             prefill_s=marks[2] - marks[1],
@@ -147,6 +151,24 @@ class Scheduler:
             budget -= count
         return step
 
+    def fork(self, task: Task) -> list[Task]:
+        """Start the waiting samples of a prompt that was just computed, as forks of this one.
+
+        Those that find no place stay in line, and find the prompt in the prefix cache later.
+        """
+        if task.request.params.n == 1 or task.sequence.num_tokens > task.sequence.num_prompt_tokens:
+            return []
+        started = []
+        for sample in [other for other in self.waiting if _is_same_prompt(task, other)]:
+            if len(self.running) < self._max_num_seqs:
+                self._kv.fork(task.sequence, sample.sequence)
+            if sample.sequence.single_block_id is not None:
+                self.waiting.remove(sample)
+                bisect.insort(self.running, sample, key=_arrival)
+                sample.num_cached_tokens = sample.sequence.kv_state.num_computed_tokens
+                started.append(sample)
+        return started
+
     def _grow_decodes(self) -> bool:
         """Give each decoding sequence room for its next token, at the cost of the youngest."""
         preempted = False
@@ -180,6 +202,7 @@ class Scheduler:
             bisect.insort(self.running, task, key=_arrival)
             if task.num_cached_tokens is None:
                 task.num_cached_tokens = task.sequence.kv_state.num_computed_tokens
+                task.miss = self._kv.explain(task.sequence)
             return task
         return None
 
@@ -217,6 +240,16 @@ class Scheduler:
                     raise IntegrityError(f"scheduler: {task.sequence!r} is in the wrong line")
                 if has_memory and task.num_remaining < 1:
                     raise IntegrityError(f"scheduler: {task.sequence!r} has nothing to compute")
+
+
+def _is_same_prompt(task: Task, other: Task) -> bool:
+    ours, theirs = task.request, other.request
+    return (
+        other.num_cached_tokens is None
+        and task.driver_id == other.driver_id
+        and bool(ours.prompt_id)
+        and ours.prompt_id == theirs.prompt_id
+    )
 
 
 def _arrival(task: Task) -> int:

@@ -90,6 +90,10 @@ class HashModel:
 
         engine.scheduler.schedule = watched
 
+    def copy_blocks(self, sources, targets):
+        slots = self.slots.reshape(-1, self.block_size)
+        slots[list(targets)] = slots[list(sources)]
+
     def forward(self, batch):
         self.batches.append(batch)
         ends = np.cumsum(batch.query_lens)
