@@ -188,11 +188,14 @@ def _generated(reference: Reference, samples: list[Served], plan: Plan, update: 
 def _logits(plan: Plan, samples: list[Served]) -> LogitCheck:
     from raykv.engine.build import build_rank  # noqa: PLC0415 - seconds to import
 
-    longest = max(len(item.prompt) for item in samples)
-    num_blocks = 3 + 3 * (-(-longest // plan.config.block_size))
+    size = plan.config.block_size
+    # One token behind full blocks is the hardest case: the warm prefill computes that one alone,
+    # and a product with one row adds up in another order than one with many.
+    prompts = [item.prompt[: (len(item.prompt) - 1) // size * size + 1] for item in samples]
+    num_blocks = 3 + 3 * (-(-max(map(len, prompts)) // size))
     _, engine = build_rank(one_rank(plan.config, num_blocks), 0)
     assert engine is not None, "a model makes an engine"
-    return LogitCheck.worst([check_logits(engine, item.prompt.tolist()) for item in samples])
+    return LogitCheck.worst([check_logits(engine, prompt.tolist()) for prompt in prompts])
 
 
 def _pair(item: Served, answer: tuple[int, ...]) -> Pair:

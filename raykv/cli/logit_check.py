@@ -99,8 +99,8 @@ def check_logits(engine: Engine, prompt: Sequence[int], seed: int = 0) -> LogitC
         cold, _ = _prefill(engine, recorder, tokens)
         warm, num_shared = _prefill(engine, recorder, tokens)
         with manager.allocate_shared(tokens[:-1]) as shared:
-            middle = int(shared.ids[len(shared) // 2])
-        noise = np.random.default_rng(seed).standard_normal(buffers.storage[middle].shape)
+            middle = shared.ids[len(shared) // 2 :][:1].copy()  # none, if nothing is shared
+        noise = np.random.default_rng(seed).standard_normal(buffers.storage.shape[1:])
         buffers.storage[middle] = noise
         corrupted, _ = _prefill(engine, recorder, tokens)
     finally:

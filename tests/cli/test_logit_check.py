@@ -36,6 +36,13 @@ def test_warm_is_cold_and_a_bad_block_shows(engine, prompt):
     engine.check_integrity()
 
 
+def test_a_prompt_without_a_full_block_proves_nothing(engine, prompt):
+    check = check_logits(engine, prompt[:4])
+    assert check.num_shared_tokens == 0
+    assert not check.is_equal
+    assert not check.can_tell
+
+
 def test_the_worst_of_several():
     worst = LogitCheck.worst([LogitCheck(10, 8, 1e-5, 2.0), LogitCheck(20, 16, 2e-4, 1e-5)])
     assert worst == LogitCheck(30, 24, 2e-4, 1e-5)
