@@ -8,6 +8,7 @@ from collections.abc import Hashable
 import numpy as np
 
 from raykv.core.sequence import Sequence
+from raykv.core.tokens import BlockIds
 from raykv.engine.engine import Engine
 from raykv.errors import NotSupportedError, RankUnavailableError, RequestError
 from raykv.messages import Answer, Call, SequenceState, SequenceUpdate
@@ -66,6 +67,7 @@ class RankService:
 
     def _answer(self, call: Call) -> Answer:
         value, error = None, None
+        before = [self._block_ids(call.driver_id, update) for update in call.updates]
         try:
             value = self._run(call)
         except Exception as raised:  # noqa: BLE001 - it travels to the caller
@@ -75,7 +77,10 @@ class RankService:
             epoch=self.epoch,
             value=value,
             error=error,
-            states=tuple(self._state(call.driver_id, update) for update in call.updates),
+            states=tuple(
+                self._state(call.driver_id, update, ids)
+                for update, ids in zip(call.updates, before, strict=True)
+            ),
             stats=self.kv.rank_stats(),
         )
 
@@ -162,19 +167,23 @@ class RankService:
         sequence.kv_state.num_computed_tokens = update.num_computed_tokens
         return sequence
 
-    def _state(self, driver_id: str, update: SequenceUpdate) -> SequenceState:
+    def _block_ids(self, driver_id: str, update: SequenceUpdate) -> BlockIds:
+        sequence = self._sequences.get((driver_id, update.seq_id))
+        return np.empty(0, np.int32) if sequence is None else sequence.kv_state.block_ids
+
+    def _state(self, driver_id: str, update: SequenceUpdate, before: BlockIds) -> SequenceState:
         sequence = self._sequences.get((driver_id, update.seq_id))
         if sequence is None:
             return SequenceState(update.seq_id, None, 0, np.empty(0, np.int32), 0, 0)
         state = sequence.kv_state
+        known = update.num_known_blocks
+        if not np.array_equal(state.block_ids[:known], before[:known]):
+            known = state.num_computed_tokens // self.kv.block_size  # copied on write from here
         return SequenceState(
             seq_id=update.seq_id,
             single_block_id=sequence.single_block_id,
             num_blocks=state.num_blocks,
-            # Copy on write may have replaced the block of the first uncomputed token.
-            block_ids=state.block_ids[
-                min(update.num_known_blocks, state.num_computed_tokens // self.kv.block_size) :
-            ],
+            block_ids=state.block_ids[known:],
             num_shared_blocks=state.num_shared_blocks,
             num_computed_tokens=state.num_computed_tokens,
         )

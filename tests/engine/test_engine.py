@@ -196,7 +196,13 @@ def expected(request, max_len=MAX_LEN, eos=EOS) -> TokenOutput:
 def same(output: TokenOutput, wanted: TokenOutput) -> bool:
     """Equal but for what depends on the schedule."""
     return wanted == replace(
-        output, num_cached_tokens=0, num_preempted=0, queue_s=0.0, prefill_s=0.0, decode_s=0.0
+        output,
+        num_cached_tokens=0,
+        num_preempted=0,
+        miss=None,
+        queue_s=0.0,
+        prefill_s=0.0,
+        decode_s=0.0,
     )
 
 

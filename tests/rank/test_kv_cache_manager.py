@@ -92,7 +92,7 @@ def test_the_interface_is_the_seeds():
         "allocate", "try_allocate", "deallocate", "deallocate_without_cache", "allocate_shared",
         "cache", "num_free_blocks", "num_used_blocks", "num_available_blocks",
         "num_blocks_in_prefix_cache", "kv_cache_utilization", "reset_prefix_cache", "stats",
-        "check_integrity",
+        "check_integrity", "fork", "get_swap_block_transfer_infos", "ack_swaps", "explain",
     }  # fmt: skip
     assert wanted <= set(dir(KVCacheManager))
     assert KVCacheManager.__abstractmethods__ == wanted - {"try_allocate"}
