@@ -29,6 +29,8 @@ from .retention import DEFAULT_RETENTION, Retention
 from .runs import ChildKey, Root, Run
 from .tokens import NO_INDEX, Index, TokenIds, as_tokens
 
+_MAX_TRIED = 4
+
 Path = list[tuple[Run, int]]
 """A match: runs from the root down, each with the number of its leading blocks that match."""
 
@@ -121,26 +123,33 @@ class PrefixCache:
         self.run_of[new] = run.index
         self._num_cached += len(new)
         self._order.published(len(new))
-        self._hold_parent(run)
+        if not run.protected and run.depth:
+            self._counts[run.anchor()] += PIN
         run.protected = run.length
         return len(new)
 
     def protect(self, path: Path) -> None:
         """The blocks of the path have got a reference: they are no candidates for eviction."""
+        parents = []  # blocks that runs hang on which begin to be held
+        evictable = self.num_evictable
         for run, count in path:
-            if count <= run.protected:
+            protected = run.protected
+            if count <= protected:
                 continue
-            self.num_evictable -= count - run.protected
-            end = run.length
-            for index, (start, _) in enumerate(run.tails):
-                if start < count:
-                    if end > count:
-                        run.tails[index][0] = count
-                    del run.tails[index + (end > count) :]
+            evictable -= count - protected
+            tails = run.tails
+            while tails and tails[-1][0] < count:
+                end = tails[-2][0] if len(tails) > 1 else run.length
+                if end > count:
+                    tails[-1][0] = count
                     break
-                end = start
-            self._hold_parent(run)
+                del tails[-1]
+            if not protected and run.depth:
+                parents.append(run.anchor())
             run.protected = count
+        self.num_evictable = evictable
+        if parents:
+            self._counts[parents] += PIN  # all distinct, for each run of a path has its own parent
 
     def unprotect(self, ids: Index) -> None:
         """These cached blocks lost their last reference: stamp what nothing holds any more."""
@@ -164,10 +173,11 @@ class PrefixCache:
             self._order.add(run, self._clock)
             self.num_evictable += old - new
             run.protected = new
-            parent = run.parent
-            if new == 0 and parent is not None and parent.parent is not None:
-                anchor = parent.ids[run.offset - 1]
+            if new == 0 and run.depth:
+                anchor = run.anchor()
                 self._counts[anchor] -= PIN
+                parent = run.parent
+                assert parent is not None, "a run of some depth has a parent"
                 if self._counts[anchor] == 0 and parent.index not in touched:
                     touched.add(parent.index)
                     heapq.heappush(heap, (-parent.depth, parent.index))
@@ -240,20 +250,45 @@ class PrefixCache:
 
     def _walk(self, tokens: NDArray[np.int32], namespace: Namespace) -> Path:
         path: Path = []
-        run: Run | None = self.roots.get(namespace.root)
-        if run is None:
-            return path
         size = self.block_size
-        stop, done, at = len(tokens) // size, 0, 0
-        while done < stop:
-            child = run.children.get(self._key(tokens, done, at, namespace))
-            if child is None:
-                break
-            at = child.common_blocks(tokens, done, stop, size, namespace)
-            path.append((child, at))
+        stop, done = len(tokens) // size, 0
+        root = self.roots.get(namespace.root)
+        if root is None or not stop:
+            return path
+        run = root.children.get(self._key(tokens, 0, 0, namespace))
+        while run is not None:
+            following, at = None, 0
+            if not namespace.multimodal:
+                following, at = self._branch(run, tokens, done, stop)
+            if following is None:
+                at = run.common_blocks(tokens, done, stop, size, namespace)
+                if run.children and done + at < stop:
+                    key = self._key(tokens, done + at, at, namespace)
+                    following = run.children.get(key)
+            path.append((run, at))
             done += at
-            run = child
+            run = following
         return path
+
+    def _branch(
+        self, run: Run, tokens: NDArray[np.int32], start: int, stop: int
+    ) -> tuple[Run | None, int]:
+        """Where a prompt leaves a run for a child, found without looking for the difference.
+
+        No child begins like the run itself goes on. So if the prompt is equal up to a child's
+        offset and goes on like the child, that is where it leaves. Tried for few offsets only.
+        """
+        if len(run.anchors) > _MAX_TRIED or run.items:
+            return None, 0
+        size = self.block_size
+        begin = start * size
+        for at in run.anchors:
+            end = begin + at * size
+            if start + at < stop:
+                child = run.children.get((at, tokens[end : end + size].tobytes(), ()))
+                if child is not None and run.tokens.startswith(tokens[begin:end].data):
+                    return child, at
+        return None, 0
 
     def _key(
         self, tokens: NDArray[np.int32], block: int, at: int, namespace: Namespace
@@ -318,12 +353,6 @@ class PrefixCache:
         self._ghosts[ghost] = None
         if len(self._ghosts) > self._max_ghosts:
             del self._ghosts[next(iter(self._ghosts))]
-
-    def _hold_parent(self, run: Run) -> None:
-        """Call before ``protected`` rises: a run that begins to be held holds its parent."""
-        parent = run.parent
-        if run.protected == 0 and parent is not None and parent.parent is not None:
-            self._counts[parent.ids[run.offset - 1]] += PIN
 
     def check_integrity(self) -> None:
         """Walk the whole tree and compare it with the arrays, marks and stamps.

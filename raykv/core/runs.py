@@ -72,6 +72,11 @@ class Run:
         """Blocks of the parent that precede the run."""
         return self.key[0]
 
+    def anchor(self) -> int:
+        """The id of the block that the run hangs on; not for the first runs below a root."""
+        assert self.parent is not None, "roots hang on nothing"
+        return int(self.parent.ids[self.key[0] - 1])
+
     def add_child(self, child: Run) -> None:
         """Hang a run below this one, at ``child.key``."""
         self.children[child.key] = child
