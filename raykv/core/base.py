@@ -48,6 +48,8 @@ class LedgerBlockManager(BlockManager):
         self._settle_dropped()
         if num_blocks < 0:
             raise ValueError(f"cannot allocate {num_blocks} blocks")
+        if not num_blocks:
+            return Blocks(self, NO_INDEX, USE + REF)
         if not self._make_room(num_blocks):
             return None
         return Blocks(self, self._ledger.take(num_blocks), USE + REF)

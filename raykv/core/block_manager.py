@@ -77,18 +77,11 @@ class BlockManagerImpl(LedgerBlockManager):
         namespace: Namespace = DEFAULT,
     ) -> Blocks:
         """See BlockManager."""
-        start = super().allocate_shared(token_ids, existing=existing, namespace=namespace)
-        if not self.enable_prefix_cache:
-            return start
-        path = self._cache.find(token_ids, namespace)
-        ids = path_ids(path)[len(start) :]
-        if not len(ids):
-            return start
-        self._ledger.add(ids, USE + REF)
-        self._cache.protect(path)
-        if not len(start):
-            return self.adopt(ids)
-        return Blocks.concat((start, self.adopt(ids)))
+        if existing is not None:
+            return self._share_more(token_ids, existing, namespace)
+        self._settle_dropped()
+        path = self._cache.find(token_ids, namespace) if self.enable_prefix_cache else []
+        return Blocks(self, self._hold(path), USE + REF)
 
     def cache(
         self,
@@ -199,6 +192,17 @@ class BlockManagerImpl(LedgerBlockManager):
             return False
         self._give_back(self._cache.evict(short))
         return True
+
+    def _share_more(self, token_ids: TokenIds, existing: Blocks, namespace: Namespace) -> Blocks:
+        """Existing blocks, then what the cache has behind as many."""
+        start = super().allocate_shared(token_ids, existing=existing, namespace=namespace)
+        path = self._cache.find(token_ids, namespace) if self.enable_prefix_cache else []
+        ids = path_ids(path)[len(start) :]
+        if not len(ids):
+            return start
+        self._ledger.add(ids, USE + REF)
+        self._cache.protect(path)
+        return Blocks.concat((start, Blocks(self, ids, USE + REF)))
 
     def _hold(self, path: Path) -> Index:
         """Take one use of each block along a match."""
