@@ -78,7 +78,7 @@ class PrefixCache:
 
     def find(self, token_ids: TokenIds, namespace: Namespace = DEFAULT) -> Path:
         """Walk down from the root as far as whole blocks of tokens are equal."""
-        return self._walk(as_tokens(token_ids), namespace)
+        return self._walk(as_tokens(token_ids).data, namespace)
 
     def insert(
         self,
@@ -100,7 +100,7 @@ class PrefixCache:
             ValueError: a block to add is cached already for other tokens; nothing changed.
         """
         size, stop = self.block_size, len(ids)
-        tokens = as_tokens(token_ids)[: stop * size]
+        tokens = as_tokens(token_ids)[: stop * size].data
         path = self._walk(tokens, namespace)
         done = path_length(path)
         if done == stop:
@@ -248,7 +248,7 @@ class PrefixCache:
 
     # -- the tree -------------------------------------------------------------------------------
 
-    def _walk(self, tokens: NDArray[np.int32], namespace: Namespace) -> Path:
+    def _walk(self, tokens: memoryview, namespace: Namespace) -> Path:
         path: Path = []
         size = self.block_size
         stop, done = len(tokens) // size, 0
@@ -271,7 +271,7 @@ class PrefixCache:
         return path
 
     def _branch(
-        self, run: Run, tokens: NDArray[np.int32], start: int, stop: int
+        self, run: Run, tokens: memoryview, start: int, stop: int
     ) -> tuple[Run | None, int]:
         """Where a prompt leaves a run for a child, found without looking for the difference.
 
@@ -286,13 +286,11 @@ class PrefixCache:
             end = begin + at * size
             if start + at < stop:
                 child = run.children.get((at, tokens[end : end + size].tobytes(), ()))
-                if child is not None and run.tokens.startswith(tokens[begin:end].data):
+                if child is not None and run.tokens.startswith(tokens[begin:end]):
                     return child, at
         return None, 0
 
-    def _key(
-        self, tokens: NDArray[np.int32], block: int, at: int, namespace: Namespace
-    ) -> ChildKey:
+    def _key(self, tokens: memoryview, block: int, at: int, namespace: Namespace) -> ChildKey:
         start = block * self.block_size
         stop = start + self.block_size
         items = namespace.items(start, stop) if namespace.multimodal else ()

@@ -7,7 +7,6 @@ import math
 from collections.abc import Hashable
 
 import numpy as np
-from numpy.typing import NDArray
 
 from .namespace import MultimodalItems, Namespace, RootKey
 from .retention import DEFAULT_RETENTION, Retention
@@ -108,12 +107,12 @@ class Run:
         return any(stamp == live for _, live in self.tails)
 
     def common_blocks(
-        self, tokens: NDArray[np.int32], start: int, stop: int, size: int, namespace: Namespace
+        self, tokens: memoryview, start: int, stop: int, size: int, namespace: Namespace
     ) -> int:
         """How many leading blocks of the run equal blocks [start, stop) of the prompt.
 
         Args:
-            tokens: the prompt, int32, contiguous.
+            tokens: the prompt's int32 tokens.
             start: the prompt's block that the run's first block stands for.
             stop: the prompt's end in blocks.
             size: tokens per block.
@@ -122,9 +121,9 @@ class Run:
         count = min(stop - start, self.length)
         begin = start * size
         theirs = tokens[begin : begin + count * size]
-        if not self.tokens.startswith(theirs.data):
+        if not self.tokens.startswith(theirs):
             ours = np.frombuffer(self.tokens, np.int32, count * size)
-            count = int((ours != theirs).argmax()) // size
+            count = int((ours != np.asarray(theirs)).argmax()) // size
         if self.items or namespace.multimodal:
             end = begin + count * size
             first = _first_difference(
@@ -139,13 +138,13 @@ class Run:
         """Tokens per block."""
         return len(self.tokens) // (self.length * _TOKEN_BYTES)
 
-    def append(self, tokens: NDArray[np.int32], ids: Index, items: MultimodalItems) -> None:
+    def append(self, tokens: memoryview, ids: Index, items: MultimodalItems) -> None:
         """Add blocks at the end; capacity at least doubles, so growth costs O(1) per block."""
         length = self.length + len(ids)
         if length > len(self.ids):
             # A first insertion is often the last one (a prompt), so it gets exactly its size.
             self._resize(max(length, 2 * self.length))
-        self.tokens += tokens.data
+        self.tokens += tokens
         self.ids[self.length : length] = ids
         self.items += items
         self.length = length
