@@ -21,6 +21,8 @@ app = typer.Typer(
 )
 model_app = typer.Typer(help="Fetch models that raykv knows by name.", invoke_without_command=True)
 app.add_typer(model_app, name="model")
+bench_app = typer.Typer(help="Measure what raykv costs.", invoke_without_command=True)
+app.add_typer(bench_app, name="bench")
 
 # typer brings click along, as a dependency or, later, inside: the class is found by its name.
 _USAGE_ERROR: type[Exception] = next(
@@ -51,6 +53,11 @@ def _root(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
+    _help_if_alone(context)
+
+
+@bench_app.callback()
+def _bench(context: typer.Context) -> None:
     _help_if_alone(context)
 
 
@@ -136,6 +143,23 @@ def pull(
     from .demo_command import pull_command  # noqa: PLC0415 - costs time to import
 
     pull_command(name)
+
+
+@bench_app.command()
+def managers(
+    *,
+    runs: Annotated[int, typer.Option(min=30, help="Runs per row.")] = 100,
+    with_ray: Annotated[
+        bool, typer.Option("--ray/--no-ray", help="Measure a pool over a local Ray as well.")
+    ] = True,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object a row; the last line has all of them.")
+    ] = False,
+) -> None:
+    """Microseconds per operation: the block manager, a pool in this process, a pool over Ray."""
+    from .bench_command import run_managers  # noqa: PLC0415 - costs time to import
+
+    run_managers(num_runs=runs, with_ray=with_ray, as_json=as_json)
 
 
 def run(arguments: list[str] | None = None) -> int:
