@@ -143,9 +143,9 @@ class PoolConfig(_Model):
     block_size: int = Field(16, ge=1)
     enable_prefix_cache: bool = True
     max_num_seqs: int = Field(256, ge=1)
-    num_single_blocks: int = Field(257, ge=2)
+    num_single_blocks: int = Field(default=257, ge=2)
     max_model_len: int | None = Field(None, ge=1)
-    hash_seed: bytes | None = Field(None, min_length=1, repr=False)
+    hash_seed: bytes | None = Field(default=None, min_length=1, repr=False)
     eviction: str = "lru"
     disagg_pd: bool = False
     linear_state: Any = None

@@ -112,7 +112,7 @@ class Generations:
             rank = dp_rank
             for request, listener in zip(requests, listeners, strict=True):
                 if dp_rank is None and (request.sample_index == 0 or rank is None):
-                    rank = self._router.select([handle.stats for handle in self._ranks])
+                    rank = self._router.begin([handle.room for handle in self._ranks]).take(0)
                 assert rank is not None, "the first sample of a prompt chose one"
                 num_tokens = len(request.token_ids) + request.params.max_tokens
                 entry = _Pending(request, listener, -(-num_tokens // self._block_size))

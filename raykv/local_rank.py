@@ -8,7 +8,7 @@ from collections.abc import Sequence as SequenceOf
 from typing import TypeVar
 
 from raykv.core.explain import MissReport
-from raykv.core.kv_cache_manager import RankStats
+from raykv.core.kv_cache_manager import RankStats, Room
 from raykv.core.sequence import Sequence
 from raykv.engine.params import GenerationRequest, TokenDelta
 from raykv.engine.worker import RankWorker
@@ -44,9 +44,17 @@ class LocalRank(RankHandle):
         with self._lock:
             return self.kv.rank_stats()
 
+    @property
+    def room(self) -> Room:
+        """See RankHandle."""
+        if self.worker is not None:
+            return self.worker.stats.room
+        with self._lock:
+            return self.kv.room
+
     def allocate(self, sequences: list[Sequence], num_tokens: list[int]) -> Reply[bool]:
         """See RankHandle."""
-        return self._do(lambda: self.kv.allocate(sequences, num_tokens))
+        return self._do(lambda: self.kv.allocate_all(sequences, num_tokens))
 
     def allocate_shared(self, sequence: Sequence) -> Reply[None]:
         """See RankHandle."""

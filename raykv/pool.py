@@ -75,17 +75,18 @@ class BlockManagerPool(KVCacheManager):
         """See KVCacheManager. One call per rank, all ranks at once."""
         members = flatten(sequences)
         targets = token_targets(members, num_tokens)
-        self._own(members)
         groups: dict[int, tuple[list[Sequence], list[int]]] = {}
         for rank, sequence, target in zip(
             self._select(members, targets), members, targets, strict=True
         ):
-            group = groups.setdefault(rank, ([], []))
-            group[0].append(sequence)
-            group[1].append(target)
+            if rank not in groups:
+                groups[rank] = ([], [])
+            groups[rank][0].append(sequence)
+            groups[rank][1].append(target)
+            if sequence.single_block_id is None:
+                sequence.owner = self
         if len(groups) == 1:
-            [(rank, (group_members, group_targets))] = groups.items()
-            return self.ranks[rank].allocate(group_members, group_targets).result()
+            return self.ranks[rank].allocate(*groups[rank]).result()
         return self._allocate_over_ranks(groups)
 
     def deallocate(self, sequences: Sequences) -> None:
@@ -98,8 +99,9 @@ class BlockManagerPool(KVCacheManager):
 
     def allocate_shared(self, sequence: Sequence) -> None:
         """See KVCacheManager."""
-        self._own([sequence])
         rank = self.select_rank(sequence)
+        if sequence.single_block_id is None:
+            sequence.owner = self
         self.ranks[rank].allocate_shared(sequence).result()
 
     def cache(self, sequence: Sequence, num_tokens: int | None = None) -> None:
@@ -303,32 +305,21 @@ class BlockManagerPool(KVCacheManager):
             )
         return rank
 
-    def _own(self, members: list[Sequence]) -> None:
-        """Make ``Sequence.fork`` come here."""
-        for sequence in members:
-            if sequence.single_block_id is None:
-                sequence.owner = self
-
     def _rank_stats(self) -> list[RankStats]:
         results([rank.refresh() for rank in self.ranks])
         return [rank.stats for rank in self.ranks]
 
     def _select(self, members: list[Sequence], targets: list[int]) -> list[int]:
         """A rank per sequence; what the list itself takes counts against its later members."""
-        chosen = [self._rank_of(sequence) for sequence in members]
-        if None not in chosen:
-            return chosen  # type: ignore[return-value]  # no None among them
-        stats = [rank.stats for rank in self.ranks]
-        taken = [(0, 0)] * len(stats)
+        choice = None
         ranks = []
-        for rank, target in zip(chosen, targets, strict=True):
-            if rank is not None:
-                ranks.append(rank)
-                continue
-            best = self._router.select(stats, taken)
-            blocks, singles = taken[best]
-            taken[best] = (blocks - (-target // self.config.block_size), singles + 1)
-            ranks.append(best)
+        for sequence, target in zip(members, targets, strict=True):
+            rank = self._rank_of(sequence)
+            if rank is None:
+                if choice is None:
+                    choice = self._router.begin([handle.room for handle in self.ranks])
+                rank = choice.take(-(-target // self.config.block_size))
+            ranks.append(rank)
         return ranks
 
     def _allocate_over_ranks(self, groups: dict[int, tuple[list[Sequence], list[int]]]) -> bool:

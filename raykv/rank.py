@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from itertools import compress
-from operator import not_
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,6 +18,7 @@ from raykv.core.kv_cache_manager import (
     KVCacheManager,
     PoolStats,
     RankStats,
+    Room,
     Sequences,
     flatten,
     token_targets,
@@ -30,6 +30,28 @@ from raykv.core.tokens import NO_INDEX, BlockIds, Index
 from raykv.errors import IntegrityError, RequestError
 from raykv.memory.buffers import KVBuffers
 from raykv.memory.spec import KVSpec
+
+
+class _Growth(NamedTuple):
+    """Blocks that running sequences need.
+
+    Attributes:
+        rows: int64 [n], rows of the block table that grow.
+        counts: int64 [n], by how many blocks.
+        copies: sequences that must not write to a block they share, with its index in their table.
+    """
+
+    rows: Index
+    counts: Index
+    copies: list[tuple[Sequence, int]]
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in all."""
+        return int(self.counts.sum()) + len(self.copies) if len(self.counts) else len(self.copies)
+
+
+_NO_GROWTH = _Growth(NO_INDEX, NO_INDEX, [])
 
 
 class RankKV(KVCacheManager):
@@ -82,36 +104,36 @@ class RankKV(KVCacheManager):
     def allocate(self, sequences: Sequences, num_tokens: int | Iterable[int] | None = None) -> bool:
         """See KVCacheManager (the seed's section 5.2)."""
         members = flatten(sequences)
-        targets = token_targets(members, num_tokens)
-        needs = [self._num_blocks(*pair) for pair in zip(members, targets, strict=True)]
-        is_new = [self._is_new(sequence) for sequence in members]
-        new = list(compress(members, is_new))
-        rows, counts = self._growth(members, needs, is_new)
-        copies = self._due_copies(compress(members, map(not_, is_new))) if self._has_forks else []
+        return self.allocate_all(members, token_targets(members, num_tokens))
+
+    def allocate_all(self, members: list[Sequence], targets: list[int]) -> bool:
+        """Allocate for distinct sequences; ``targets[i]`` is what ``members[i]`` must hold."""
+        new, running, wanted = [], [], []
+        requests = []
+        for sequence, target in zip(members, targets, strict=True):
+            need = self._num_blocks(sequence, target)
+            if self._is_new(sequence):
+                new.append(sequence)
+                shareable = _shareable(sequence, self.block_size)
+                requests.append(AdmitRequest(need, shareable, sequence.namespace))
+            else:
+                running.append(sequence)
+                wanted.append(need)
+        growth = self._growth(running, wanted) if running else _NO_GROWTH
+        if growth.num_blocks:  # all running sequences grow as one request: one slice of blocks
+            requests.append(AdmitRequest(growth.num_blocks))
         singles = self.single_block_manager.allocate(len(new))
         if singles is None:
             return False
         self.block_manager.set_time(self._clock())
-        requests = [
-            AdmitRequest(need, _shareable(sequence, self.block_size), sequence.namespace)
-            for sequence, need in zip(new, compress(needs, is_new), strict=True)
-        ]
-        # All running sequences grow as one request: their blocks come as one slice.
-        num_more = int(counts.sum())
-        admitted = self.block_manager.admit([*requests, AdmitRequest(num_more + len(copies))])
+        admitted = self.block_manager.admit(requests) if requests else []
         if admitted is None:
             singles.release()
             return False
-        *grants, growth = admitted
-        for sequence, row, grant in zip(new, singles.detach().tolist(), grants, strict=True):
+        for sequence, row, grant in zip(new, singles.detach().tolist(), admitted, strict=False):
             self._attach(sequence, row, grant.block_ids, grant.num_shared)
-        self.tables.append_many(rows, counts, growth.block_ids[:num_more])
-        for row in rows.tolist():
-            self._sequence(row).kv_state.block_ids = self.tables.ids(row)
-        for (sequence, index), target in zip(
-            copies, growth.block_ids[num_more:].tolist(), strict=True
-        ):
-            self._copy_on_write(sequence, index, target)
+        if growth.num_blocks:
+            self._grow(growth, admitted[-1].block_ids)
         return True
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
@@ -241,6 +263,14 @@ class RankKV(KVCacheManager):
         """See KVCacheManager."""
         return [self.block_manager.reset_prefix_cache()]
 
+    @property
+    def room(self) -> Room:
+        """What routing looks at; cheaper than all counters."""
+        manager = self.block_manager
+        num_free = manager.num_free_blocks
+        singles = self.single_block_manager.num_free_blocks
+        return Room(num_free + manager.num_evictable_blocks, num_free, singles)
+
     def rank_stats(self) -> RankStats:
         """This rank's counters."""
         manager = self.block_manager
@@ -349,21 +379,21 @@ class RankKV(KVCacheManager):
         state.block_ids = self.tables.ids(row)
         state.num_shared_blocks = min(state.num_shared_blocks, index)
 
-    def _growth(
-        self, members: list[Sequence], needs: list[int], is_new: list[bool]
-    ) -> tuple[Index, Index]:
-        """Rows of running sequences that need more blocks, and how many; int64 [n] each."""
-        pairs = [
-            (sequence.single_block_id, need)
-            for sequence, need, new in zip(members, needs, is_new, strict=True)
-            if not new
-        ]
-        if not pairs:
-            return NO_INDEX, NO_INDEX
-        rows, wanted = np.array(pairs, np.int64).T
-        counts = wanted - self.tables.num_blocks[rows]
-        grows = counts > 0
-        return rows[grows], counts[grows]
+    def _growth(self, running: list[Sequence], wanted: list[int]) -> _Growth:
+        """What running sequences need to hold ``wanted`` blocks, and to write to their last one."""
+        rows = np.array([sequence.single_block_id for sequence in running], np.int64)
+        counts = np.array(wanted, np.int64) - self.tables.num_blocks[rows]
+        grows = (counts > 0).nonzero()[0]
+        copies = self._due_copies(running) if self._has_forks else []
+        return _Growth(rows[grows], counts[grows], copies)
+
+    def _grow(self, growth: _Growth, ids: Index) -> None:
+        num_more = len(ids) - len(growth.copies)
+        self.tables.append_many(growth.rows, growth.counts, ids[:num_more])
+        for row in growth.rows.tolist():
+            self._sequence(row).kv_state.block_ids = self.tables.ids(row)
+        for (sequence, index), target in zip(growth.copies, ids[num_more:].tolist(), strict=True):
+            self._copy_on_write(sequence, index, target)
 
     def _is_new(self, sequence: Sequence) -> bool:
         row = sequence.single_block_id

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Generic, NoReturn, Protocol, TypeVar
 
 from raykv.core.explain import MissReport
-from raykv.core.kv_cache_manager import RankStats
+from raykv.core.kv_cache_manager import RankStats, Room
 from raykv.core.sequence import Sequence
 from raykv.engine.params import EngineLimits, GenerationRequest, TokenDelta
 
@@ -65,6 +65,11 @@ class RankHandle(ABC):
     @abstractmethod
     def stats(self) -> RankStats:
         """The rank's counters as of its last reply."""
+
+    @property
+    def room(self) -> Room:
+        """What routing looks at: of the counters, those that are cheap to read."""
+        return self.stats.room
 
     @abstractmethod
     def allocate(self, sequences: list[Sequence], num_tokens: list[int]) -> Reply[bool]:

@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from raykv.config import RoutingConfig
-from raykv.core.kv_cache_manager import RankStats
+from raykv.core.kv_cache_manager import Room
+
+
+class Choice:
+    """Ranks for the sequences of one call; what it gave away counts against the later ones.
+
+    Args:
+        blocks: per rank, blocks to give.
+        singles: per rank, single blocks to give.
+    """
+
+    def __init__(self, blocks: list[int], singles: list[int]) -> None:
+        self._blocks = blocks
+        self._singles = singles
+
+    def take(self, num_blocks: int) -> int:
+        """The rank for one more sequence; the lowest number wins a tie."""
+        best, most = 0, (False, 0)
+        for rank, (blocks, singles) in enumerate(zip(self._blocks, self._singles, strict=True)):
+            room = (singles > 0, blocks)
+            if rank == 0 or room > most:
+                best, most = rank, room
+        self._blocks[best] -= num_blocks
+        self._singles[best] -= 1
+        return best
 
 
 class Router:
-    """Prefers the rank with most blocks to give; the lowest number wins a tie.
+    """Prefers the rank with most blocks to give.
 
     Ranks without a free single block are passed by, since they cannot admit anything.
 
@@ -25,20 +49,13 @@ class Router:
         self.config = config
         self.debits = [0] * num_ranks
 
-    def select(self, stats: Sequence[RankStats], taken: Sequence[tuple[int, int]] = ()) -> int:
-        """The rank for one more sequence.
-
-        Args:
-            stats: each rank's counters.
-            taken: per rank, blocks and single blocks that this call already gave away.
-        """
-        counts_idle_cache = self.config.policy == "available_blocks"
-
-        def preference(rank: int) -> tuple[bool, int, int]:
-            blocks, singles = taken[rank] if taken else (0, 0)
-            seen = stats[rank]
-            free = seen.num_available_blocks if counts_idle_cache else seen.num_free_blocks
-            has_single = seen.num_free_single_blocks > singles
-            return has_single, free - blocks - self.debits[rank], -rank
-
-        return max(range(len(stats)), key=preference)
+    def begin(self, rooms: Iterable[Room]) -> Choice:
+        """Start choosing for one or more sequences, from what each rank has to give."""
+        blocks, singles = [], []
+        for room, debit in zip(rooms, self.debits, strict=True):
+            if self.config.policy == "available_blocks":
+                blocks.append(room.num_available_blocks - debit)
+            else:
+                blocks.append(room.num_free_blocks - debit)
+            singles.append(room.num_free_single_blocks)
+        return Choice(blocks, singles)

@@ -5,13 +5,27 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from .explain import MissReport
 from .sequence import Request, Sequence
 
 Sequences: TypeAlias = Sequence | Request | Iterable["Sequence | Request"]
 """One sequence, a request, or any number of both."""
+
+
+class Room(NamedTuple):
+    """What a rank has to give: what routing looks at.
+
+    Attributes:
+        num_available_blocks: free and evictable blocks.
+        num_free_blocks: blocks on the free list.
+        num_free_single_blocks: sequences that can still be admitted.
+    """
+
+    num_available_blocks: int
+    num_free_blocks: int
+    num_free_single_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +58,11 @@ class RankStats:
     def num_available_blocks(self) -> int:
         """Free and evictable blocks."""
         return self.num_free_blocks + self.num_evictable_blocks
+
+    @property
+    def room(self) -> Room:
+        """What routing looks at."""
+        return Room(self.num_available_blocks, self.num_free_blocks, self.num_free_single_blocks)
 
     @property
     def num_pending_blocks(self) -> int:
