@@ -41,6 +41,7 @@ def ray_rows(num_runs: int = 100) -> Iterator[Row]:
 def _pool(make: Callable[[PoolConfig], BlockManagerPool]) -> BlockManagerPool:
     return make(
         PoolConfig(
+            dp_size=1,
             num_blocks=NUM_BLOCKS,
             block_size=BLOCK_SIZE,
             max_num_seqs=512,

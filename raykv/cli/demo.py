@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -211,6 +212,7 @@ def _report(plan: Plan, evidence: Evidence, wall_s: float) -> Report:
     cached, plain = evidence.cached, evidence.plain
     cold_s, warm_s = medians(evidence.first_tokens)
     checks = checks_of(evidence)
+    misses = tuple(item.output.miss for item in cached.served if item.output.miss is not None)
     figures = Figures(
         model=plan.model_path,
         dp_size=plan.config.dp_size,
@@ -235,8 +237,9 @@ def _report(plan: Plan, evidence: Evidence, wall_s: float) -> Report:
         corrupted_logit_diff=evidence.logits.corrupted_diff,
         leaked_blocks=evidence.num_leaked_blocks,
         preemptions=sum(item.output.num_preempted for item in cached.served),
+        misses=dict(Counter(miss.reason for miss in misses).most_common()),
         workload_sha256=plan.workload.sha256,
         checks_failed=tuple(check.name for check in checks if not check.ok),
         wall_s=wall_s,
     )
-    return Report(figures, checks, tuple(cached.peak), tuple(cached.drained))
+    return Report(figures, checks, tuple(cached.peak), tuple(cached.drained), misses)

@@ -103,6 +103,13 @@ def demo(
     max_tokens: Annotated[
         int | None, typer.Option(help="Tokens per answer.", show_default="32, quick 12")
     ] = None,
+    eviction: Annotated[
+        str | None,
+        typer.Option(
+            help="Which cached blocks go first: lru, lrfu, priority, or module:Class.",
+            show_default="lru",
+        ),
+    ] = None,
     config: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="A pool's YAML configuration; options win over it."),
@@ -124,7 +131,7 @@ def demo(
 
     quiet_libraries()
     options = DemoOptions(
-        model, conversations, config, ranks, num_blocks, block_size, max_tokens, quick
+        model, conversations, config, ranks, num_blocks, block_size, max_tokens, quick, eviction
     )
     from .demo_command import demo_command, profile_command  # noqa: PLC0415
 

@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from raykv.core.explain import MissReport
 from raykv.core.kv_cache_manager import RankStats
 
 from .results import Check, Figures, Report
@@ -26,6 +27,7 @@ def print_report(report: Report, console: Console) -> None:
     console.print(figures_table(report.figures))
     console.print(gain_bars(report.figures))
     console.print(block_bars(report.peak, report.drained))
+    console.print(miss_list(report.misses))
     console.print(check_list(report.checks))
 
 
@@ -100,6 +102,18 @@ def block_bars(peak: Sequence[RankStats], drained: Sequence[RankStats]) -> Rende
             counts = (str(count) for _, count in states(rank))
             table.add_row(f"rank {index} {title}", stacked_bar(rank), *counts)
     return Group(Text("\nblocks by state per rank", style="bold"), table)
+
+
+def miss_list(misses: Iterable[MissReport]) -> RenderableType:
+    """Why hits ended where they did: a line per reason, with one example."""
+    table = Table(box=None, padding=(0, 1), show_header=False)
+    by_reason: dict[str, list[MissReport]] = {}
+    for miss in misses:
+        by_reason.setdefault(miss.reason, []).append(miss)
+    for reason, found in sorted(by_reason.items(), key=lambda item: -len(item[1])):
+        longest = max(found, key=lambda miss: miss.num_hit_tokens)
+        table.add_row(str(len(found)), reason.replace("_", " "), Text(f"e.g. {longest}"))
+    return Group(Text("\nwhy hits ended where they did, requests", style="bold"), table)
 
 
 def check_list(checks: Iterable[Check]) -> RenderableType:

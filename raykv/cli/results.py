@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from raykv.core.explain import MissReport
 from raykv.core.kv_cache_manager import RankStats
 
 
@@ -51,6 +52,7 @@ class Figures:
         corrupted_logit_diff: likewise with one cached block overwritten: the negative control.
         leaked_blocks: blocks still held after everything was answered.
         preemptions: times that a sequence lost its memory.
+        misses: why hits ended where they did, requests by reason.
         workload_sha256: names what was asked.
         checks_failed: names of the checks that do not hold.
         wall_s: seconds that the whole demo took.
@@ -79,6 +81,7 @@ class Figures:
     corrupted_logit_diff: float
     leaked_blocks: int
     preemptions: int
+    misses: dict[str, int]
     workload_sha256: str
     checks_failed: tuple[str, ...]
     wall_s: float
@@ -103,12 +106,14 @@ class Report:
         checks: what was verified.
         peak: counters per rank when it used most blocks.
         drained: counters per rank after the last answer.
+        misses: why each request's hit went no further.
     """
 
     figures: Figures
     checks: tuple[Check, ...] = ()
     peak: tuple[RankStats, ...] = field(default=())
     drained: tuple[RankStats, ...] = field(default=())
+    misses: tuple[MissReport, ...] = field(default=())
 
     @property
     def ok(self) -> bool:

@@ -23,6 +23,7 @@ class DemoOptions:
         num_blocks: blocks per rank, padding included.
         block_size: tokens per block.
         max_tokens: tokens per answer.
+        eviction: the eviction policy.
         quick: whether to do little.
     """
 
@@ -34,6 +35,7 @@ class DemoOptions:
     block_size: int | None = None
     max_tokens: int | None = None
     quick: bool = False
+    eviction: str | None = None
 
 
 def pool_config(options: DemoOptions) -> PoolConfig:
@@ -50,6 +52,7 @@ def pool_config(options: DemoOptions) -> PoolConfig:
         "dp_size": options.ranks,
         "num_blocks": options.num_blocks,
         "block_size": options.block_size,
+        "eviction": options.eviction,
     }
     values |= {name: value for name, value in chosen.items() if value is not None}
     model = dict(values.get("model") or {})

@@ -7,6 +7,7 @@ from rich.console import Console
 
 from raykv.cli.report import bar, print_report, stacked_bar, states
 from raykv.cli.results import Check, Figures, Report
+from raykv.core.explain import MissReport
 from raykv.core.kv_cache_manager import RankStats
 
 FIGURES = Figures(
@@ -33,6 +34,7 @@ FIGURES = Figures(
     corrupted_logit_diff=12.2,
     leaked_blocks=0,
     preemptions=0,
+    misses={"complete": 2, "diverged": 1},
     workload_sha256="e9",
     checks_failed=(),
     wall_s=55.63,
@@ -42,7 +44,12 @@ PEAK = RankStats(
 )
 DRAINED = replace(PEAK, num_used_blocks=0, num_evictable_blocks=100)
 CHECKS = (Check("a", True, "fine"), Check("b", False, "bad"))
-REPORT = Report(FIGURES, CHECKS, (PEAK, PEAK), (DRAINED, DRAINED))
+MISSES = (
+    MissReport("complete", 32, 32),
+    MissReport("complete", 96, 96),
+    MissReport("diverged", 16, 21, (7, 8), (9, 8)),
+)
+REPORT = Report(FIGURES, CHECKS, (PEAK, PEAK), (DRAINED, DRAINED), MISSES)
 
 
 def rendered(report, width=80):
@@ -58,6 +65,7 @@ def test_the_report_names_everything_and_fits_a_terminal():
         "smollm2, 2 ranks of 511 blocks of 16 tokens", "5,752", "4,192", "1,560", "72.9% hit rate",
         "16.3 x", "2.0 x", "1,535", "per wall second", "queueing excluded", "rank 1 fullest",
         "rank 1 drained", "evictable", "pending", "ok    a: fine", "FAIL  b: bad",
+        " 2  complete", "hit 96 tokens", " 1  diverged", "at token 21",
     ):  # fmt: skip
         assert words in text
 
