@@ -26,7 +26,7 @@ class _Absent(ModuleType):
 
 
 def _do_without_torchvision() -> None:
-    """torchvision's wheel wants a CUDA torch, so nothing behind this name is installed."""
+    """Torchvision's wheel wants a CUDA torch, so nothing behind this name is installed."""
     assert not import_utils.is_torchvision_available()  # Transformers remembers this
     for name in ("", ".transforms", ".transforms.functional"):
         module = _Absent(f"torchvision{name}")
@@ -129,6 +129,10 @@ class SglangSide(Side):
         )
         self._slots.free_segment(slots, start_pos=0)
 
+    def num_cached(self, admitted: Admission) -> int:
+        """See Side."""
+        return len(admitted.cached)
+
     def drop(self, admitted: Admission) -> None:
         """See Side."""
         self._tree.unlock(admitted.lock)
@@ -138,14 +142,13 @@ class SglangSide(Side):
         """See Side."""
         num_cached = len(admitted.cached)
         slots = torch.cat((admitted.cached, admitted.fresh)) if num_cached else admitted.fresh
-        self._tree.insert(
-            InsertParams(key=admitted.key, value=slots, prev_prefix_len=num_cached)
-        )
+        self._tree.insert(InsertParams(key=admitted.key, value=slots, prev_prefix_len=num_cached))
         self._tree.unlock(admitted.lock)
 
     def hold_rest(self) -> None:
         """See Side."""
         assert self._slots.alloc(self._slots.available_size()) is not None
+        assert self._slots.available_size() == 0
 
     def decoder(self, lengths: list[int]) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
         """See Side."""

@@ -71,6 +71,10 @@ class VllmSide(Side):
         assert blocks is not None, "the pool is large enough"
         return request, num_cached
 
+    def num_cached(self, admitted: tuple[Request, int]) -> int:
+        """See Side."""
+        return admitted[1]
+
     def drop(self, admitted: tuple[Request, int]) -> None:
         """See Side."""
         request, num_cached = admitted
@@ -84,11 +88,10 @@ class VllmSide(Side):
 
     def hold_rest(self) -> None:
         """See Side."""
-        cached = sum(
-            block.block_hash is not None for block in self._manager.block_pool.blocks
-        )
-        num_free = self._manager.block_pool.get_num_free_blocks() - cached
-        self.admit([0] * (num_free * BLOCK_SIZE))
+        pool = self._manager.block_pool
+        num_cached = sum(block.block_hash is not None for block in pool.blocks)
+        self.admit([0] * ((pool.get_num_free_blocks() - num_cached) * BLOCK_SIZE))
+        assert pool.get_num_free_blocks() == num_cached
 
     def decoder(self, lengths: list[int]) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
         """See Side."""

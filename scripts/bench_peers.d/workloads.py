@@ -12,7 +12,8 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import numpy as np
-from raykv.bench.timing import Row, measure
+
+from raykv.bench.timing import measure
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 65_536
@@ -20,7 +21,6 @@ SHORT, LONG = 8_192, 131_072  # tokens
 _VOCAB_SIZE = 50_000
 
 Call = Callable[[Any], Any]
-Timer = Callable[..., Row]
 
 
 class Side(ABC):
@@ -46,6 +46,10 @@ class Side(ABC):
         """Look the prompt up and take the blocks that are missing."""
 
     @abstractmethod
+    def num_cached(self, admitted: Any) -> int:
+        """How many of the prompt's tokens were found in the cache."""
+
+    @abstractmethod
     def drop(self, admitted: Any) -> None:
         """Give back an admission, leaving nothing of it in the cache that was not there before."""
 
@@ -55,7 +59,7 @@ class Side(ABC):
 
     @abstractmethod
     def hold_rest(self) -> None:
-        """Take every block that is free, so that the next one must be evicted."""
+        """Take every block that is free, so that the next one must be evicted; check that."""
 
     @abstractmethod
     def decoder(self, lengths: list[int]) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
@@ -92,6 +96,13 @@ class Bench:
         """Leave prompts in the prefix cache."""
         return [self.live(self.tokens(num_tokens)) for _ in range(num_prompts)]
 
+    def expect_cached(self, prompt: Any, num_tokens: int) -> None:
+        """Refuse to time what is not the workload: a hit of the wrong length."""
+        admitted = self.side.admit(prompt)
+        found = self.side.num_cached(admitted)
+        self.side.drop(admitted)
+        assert num_tokens - BLOCK_SIZE <= found <= num_tokens, (found, num_tokens)
+
     def time(
         self,
         operation: Call,
@@ -115,6 +126,7 @@ def admit_new(bench: Bench) -> dict[str, Any]:
     """A prompt that nobody has sent before."""
     side = bench.side
     bench.publish(48, SHORT)
+    bench.expect_cached(bench.prompt(SHORT), 0)
     return bench.time(side.admit, lambda: bench.prompt(SHORT), side.drop, side.part, max_runs=70)
 
 
@@ -133,6 +145,7 @@ def admit_cached(bench: Bench) -> dict[str, Any]:
     """One of 48 prompts that are in the cache, in turn."""
     side = bench.side
     prompts = itertools.cycle(bench.publish(48, SHORT))
+    bench.expect_cached(next(prompts), SHORT)
     return bench.time(side.admit, lambda: next(prompts), side.drop, side.part)
 
 
@@ -174,6 +187,7 @@ def admit_cached_long(bench: Bench) -> dict[str, Any]:
     """A cached prompt of 8,192 blocks, one of six in turn."""
     side = bench.side
     prompts = itertools.cycle(bench.publish(6, LONG))
+    bench.expect_cached(next(prompts), LONG)
     return bench.time(side.admit, lambda: next(prompts), side.drop, side.part)
 
 
@@ -190,6 +204,7 @@ def admit_conversation(bench: Bench) -> dict[str, Any]:
         return side.prompt(tokens)
 
     prompts = itertools.cycle([converse(16) for _ in range(48)])
+    bench.expect_cached(next(prompts), SHORT)
     return bench.time(side.admit, lambda: next(prompts), side.drop, side.part)
 
 
