@@ -90,7 +90,8 @@ class RankKV(KVCacheManager):
         self.single_block_manager = SingleBlockManager(config.num_single_blocks)
         self.linear_state = None
         self.buffers = make_buffers(config, spec)
-        max_blocks = -(-config.max_tokens_per_sequence // config.block_size)
+        self._max_tokens = config.max_tokens_per_sequence
+        max_blocks = -(-self._max_tokens // config.block_size)
         self.tables = BlockTables(config.num_single_blocks, max_blocks)
         self._swaps = SwapList(self.block_manager)
         self._has_forks = False
@@ -412,7 +413,7 @@ class RankKV(KVCacheManager):
         return sequence
 
     def _num_blocks(self, sequence: Sequence, num_tokens: int) -> int:
-        limit = self.config.max_tokens_per_sequence
+        limit = self._max_tokens
         if not 0 < num_tokens <= limit:
             total = self.block_manager.num_total_blocks
             raise RequestError(

@@ -194,8 +194,9 @@ class LedgerBlockManager(BlockManager):
 
     def _begin_admission(self, requests: Sequence[AdmitRequest]) -> None:
         self._settle_dropped()
-        if any(request.num_blocks < 0 for request in requests):
-            raise ValueError(f"cannot admit {min(r.num_blocks for r in requests)} blocks")
+        for request in requests:
+            if request.num_blocks < 0:
+                raise ValueError(f"cannot admit {request.num_blocks} blocks")
 
     def _grant(
         self, requests: Sequence[AdmitRequest], shared: list[Index]
