@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import (
+    ActorUnavailableError,
+    GetTimeoutError,
+    OutOfMemoryError,
+    RayActorError,
+    RayTaskError,
+)
 
 from raykv.errors import RankUnavailableError, RaykvError
+
+_MAX_TEXT = 300
 
 
 def translate(error: Exception, who: str, timeout_s: float) -> Exception:
@@ -27,6 +35,8 @@ def translate(error: Exception, who: str, timeout_s: float) -> Exception:
         what = f"cannot be reached ({_last_line(error)})"
     elif isinstance(error, RayActorError):
         what = f"died ({_last_line(error)})"
+    elif isinstance(error, OutOfMemoryError):
+        what = "was ended by Ray, for its node ran out of memory; use fewer or smaller ranks"
     else:
         what = f"was lost with {type(error).__name__} ({_last_line(error)})"
     return RankUnavailableError(
@@ -43,4 +53,5 @@ def _from_the_rank(error: RayTaskError, who: str) -> Exception:
 
 def _last_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
-    return " ".join(lines[-1].split()) if lines else type(error).__name__
+    text = " ".join(lines[-1].split()) if lines else type(error).__name__
+    return text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + "..."

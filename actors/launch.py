@@ -6,6 +6,7 @@ import contextlib
 import math
 import time
 import uuid
+from pathlib import Path
 from typing import Any, Literal
 
 import ray
@@ -49,7 +50,7 @@ class RayPool(BlockManagerPool):
 
 
 def launch(
-    config: PoolConfig,
+    config: PoolConfig | str | Path,
     *,
     name: str | None = None,
     namespace: str | None = None,
@@ -64,8 +65,8 @@ def launch(
     ``ray.init`` first to have another one.
 
     Args:
-        config: the pool; ``config.ray`` holds resources per rank and time limits. With
-            ``num_gpus`` 0 Ray hides the GPUs from the ranks.
+        config: the pool, or its YAML file's path; ``config.ray`` holds resources per rank and time
+            limits. With ``num_gpus`` 0 Ray hides the GPUs from the ranks.
         name: prefix of the actors' names, ``name-rank-0`` and so on; None leaves them unnamed.
         namespace: the Ray namespace of those names; None for the driver's.
         placement_group: where to put the ranks, rank i in bundle i if it has that many; it stays
@@ -79,7 +80,7 @@ def launch(
 
     After an error, nothing that was started is left.
     """
-    config = config.with_seed()
+    config = PoolConfig.of(config).with_seed()
     _check(config, lifetime)
     deadline = time.monotonic() + config.ray.start_timeout_s
     with contextlib.ExitStack() as cleanup:

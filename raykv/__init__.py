@@ -22,7 +22,9 @@ _HOMES = {
     ),
     "raykv.config": ("PoolConfig",),
     "raykv.core.kv_cache_manager": ("KVCacheManager", "PoolStats", "RankStats"),
-    "raykv.engine.params": ("SamplingParams", "TokenOutput"),
+    "raykv.core.explain": ("MissReport",),
+    "raykv.core.retention": ("Retention",),
+    "raykv.engine.params": ("SamplingParams", "TokenDelta", "TokenOutput"),
     "raykv.pool": ("BlockManagerPool",),
     "raykv.rank": ("RankKV",),
 }
@@ -33,6 +35,8 @@ __all__ = [*_HOME_OF]  # noqa: PLE0604 - names, computed
 
 
 def __getattr__(name: str) -> Any:
+    if name == "actors":  # so that `import raykv` is enough for raykv.actors.launch
+        return importlib.import_module("raykv.actors")
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module 'raykv' has no attribute {name!r}")

@@ -55,7 +55,8 @@ class AsyncPool:
         async for delta in self._deltas(requests, dp_rank):
             if delta.output is not None:
                 outputs[delta.request_id] = delta.output
-        return [outputs[request.request_id] for request in requests]
+        done = [outputs[request.request_id] for request in requests]
+        return await asyncio.to_thread(self._pool.with_text, prompts, done)
 
     async def stream(
         self,

@@ -17,6 +17,8 @@ from raykv.errors import ConfigError
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 
+EVICTION_POLICIES = ("lru", "lrfu", "priority")
+
 _LATER = {
     "linear_state": "linear-state caching",
     "manager_types": "composite managers",
@@ -185,6 +187,9 @@ class PoolConfig(_Model):
                 raise ValueError(
                     f"{key}: {what} is not part of this version, got {value!r}; leave it out"
                 )
+        if self.eviction not in EVICTION_POLICIES and ":" not in self.eviction:
+            known = ", ".join(map(repr, EVICTION_POLICIES))
+            raise ValueError(f"eviction: must be {known} or module:Class, got {self.eviction!r}")
         if self.num_single_blocks <= self.max_num_seqs:
             raise ValueError(
                 f"num_single_blocks is {self.num_single_blocks} for max_num_seqs "
@@ -233,6 +238,21 @@ class PoolConfig(_Model):
             return cls(**values)
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
+
+    @classmethod
+    def of(cls, config: object) -> Self:
+        """A configuration, given as one or as the path of a YAML file.
+
+        Raises:
+            ConfigError: it is neither.
+        """
+        if isinstance(config, cls):
+            return config
+        if isinstance(config, str | Path):
+            return cls.from_yaml(config)
+        raise ConfigError(
+            f"the configuration is a {type(config).__name__}: pass a PoolConfig, or a YAML path"
+        )
 
     @property
     def max_tokens_per_sequence(self) -> int:

@@ -6,6 +6,8 @@ import contextlib
 import queue
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeAlias
 
@@ -23,7 +25,7 @@ from raykv.core.kv_cache_manager import (
     flatten,
     token_targets,
 )
-from raykv.core.namespace import DEFAULT, Namespace
+from raykv.core.namespace import DEFAULT, Namespace, require_namespace
 from raykv.core.retention import DEFAULT_RETENTION, Retention
 from raykv.core.sequence import Sequence
 from raykv.core.tokens import TokenIds, as_tokens
@@ -56,13 +58,13 @@ class BlockManagerPool(KVCacheManager):
         self._tokenizer: Any = None
 
     @classmethod
-    def local(cls, config: PoolConfig) -> Self:
+    def local(cls, config: PoolConfig | str | Path) -> Self:
         """A pool whose ranks live in this process, without Ray.
 
         Raises:
             ConfigError: the model or the memory cannot be had.
         """
-        config = config.with_seed()
+        config = PoolConfig.of(config).with_seed()
         ranks: list[RankHandle] = []
         for dp_rank in range(config.dp_size):
             kv, engine = build_rank(config, dp_rank)
@@ -188,7 +190,18 @@ class BlockManagerPool(KVCacheManager):
         except BaseException:
             self.abandon(request.request_id for request in requests)
             raise
-        return [outputs[request.request_id] for request in requests]
+        return self.with_text(prompts, [outputs[request.request_id] for request in requests])
+
+    def with_text(self, prompts: Prompts, outputs: list[TokenOutput]) -> list[TokenOutput]:
+        """The outputs with their text, if the prompts came as text."""
+        first = prompts if isinstance(prompts, str) else next(iter(prompts), None)
+        if not isinstance(first, str):
+            return outputs
+        decode = self.tokenizer.decode
+        return [
+            replace(output, text=decode(output.token_ids, skip_special_tokens=True))
+            for output in outputs
+        ]
 
     def abort(self, request_id: str) -> None:
         """End a request that is under way; its output says ``abort``. Unknown ids are passed by."""
@@ -210,6 +223,11 @@ class BlockManagerPool(KVCacheManager):
     ) -> list[GenerationRequest]:
         """Turn prompts into requests: one per prompt and sample."""
         params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise RequestError(
+                f"params is a {type(params).__name__}: pass raykv.SamplingParams(max_tokens=...)"
+            )
+        require_namespace(namespace)
         name = self._generations.new_id() if request_id is None else request_id
         rows = self._token_rows(prompts)
         names = [name] if len(rows) == 1 else [sample_id(name, i) for i in range(len(rows))]
@@ -355,7 +373,7 @@ class BlockManagerPool(KVCacheManager):
         for sequence in flatten(sequences):
             rank = self._rank_of(sequence)
             if rank is None:
-                sequence.reset()
+                sequence.forget()
             else:
                 groups.setdefault(rank, []).append(sequence)
         results(
@@ -366,8 +384,14 @@ class BlockManagerPool(KVCacheManager):
         if isinstance(prompts, str):
             rows: list[Any] = [prompts]
         else:
+            if not isinstance(prompts, Iterable):
+                raise RequestError(
+                    f"prompts is a {type(prompts).__name__}: pass text, token ids, or several"
+                )
             items = list(prompts)
-            is_row = not items or not hasattr(items[0], "__len__")
+            if not items:
+                raise RequestError("there is no prompt: pass text, token ids, or a list of those")
+            is_row = not hasattr(items[0], "__len__")
             rows = [prompts] if is_row else items
         encoded = [
             self.tokenizer.encode(row, add_special_tokens=False) if isinstance(row, str) else row
@@ -376,7 +400,10 @@ class BlockManagerPool(KVCacheManager):
         try:
             return [as_tokens(row).copy() for row in encoded]
         except ValueError as error:
-            raise RequestError(f"a prompt is neither text nor token ids: {error}") from None
+            raise RequestError(
+                f"a prompt is neither text nor token ids ({error}); for chat messages, use "
+                "pool.tokenizer.apply_chat_template first"
+            ) from None
 
 
 def _collect(deltas: queue.SimpleQueue[TokenDelta], num_requests: int) -> dict[str, TokenOutput]:

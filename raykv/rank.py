@@ -127,7 +127,11 @@ class RankKV(KVCacheManager):
         if singles is None:
             return False
         self.block_manager.set_time(self._clock())
-        admitted = self.block_manager.admit(requests) if requests else []
+        try:
+            admitted = self.block_manager.admit(requests) if requests else []
+        except BaseException:
+            singles.release()
+            raise
         if admitted is None:
             singles.release()
             return False
@@ -185,9 +189,13 @@ class RankKV(KVCacheManager):
         single = self.single_block_manager.allocate(1)
         if single is None:
             return
-        shared = self.block_manager.allocate_shared(
-            _shareable(sequence, self.block_size), namespace=sequence.namespace
-        )
+        try:
+            shared = self.block_manager.allocate_shared(
+                _shareable(sequence, self.block_size), namespace=sequence.namespace
+            )
+        except BaseException:
+            single.release()
+            raise
         num_shared = len(shared)
         self._attach(sequence, int(single.detach()[0]), shared.detach(), num_shared)
 
@@ -196,6 +204,11 @@ class RankKV(KVCacheManager):
         if self._is_new(sequence):
             return
         state = sequence.kv_state
+        if not 0 <= state.num_computed_tokens <= sequence.num_tokens:
+            raise RequestError(
+                f"{sequence!r} claims {state.num_computed_tokens} computed tokens: set "
+                "num_computed_tokens to what was computed"
+            )
         limit = min(state.num_computed_tokens, state.num_blocks * self.block_size)
         stop = limit if num_tokens is None else min(limit, num_tokens)
         if stop < self.block_size:
@@ -215,8 +228,10 @@ class RankKV(KVCacheManager):
     def deallocate(self, sequences: Sequences) -> None:
         """See KVCacheManager."""
         for sequence in flatten(sequences):
-            self.cache(sequence)
-            self._release(sequence)
+            try:
+                self.cache(sequence)
+            finally:
+                self._release(sequence)
 
     def deallocate_without_cache(self, sequences: Sequences) -> None:
         """See KVCacheManager."""
@@ -347,7 +362,7 @@ class RankKV(KVCacheManager):
             self._sequences[row] = None
             if not self.single_block_manager.num_used_blocks:
                 self._has_forks = False
-        sequence.reset()
+        sequence.forget()
 
     def _due_copies(self, running: Iterable[Sequence]) -> list[tuple[Sequence, int]]:
         """Running sequences that are about to write to a block which others use too.

@@ -160,7 +160,8 @@ class RankService:
             return sequence
         if not update.num_known_tokens:
             raise RequestError(
-                f"sequence id {update.seq_id!r} is in use by another sequence of this driver"
+                f"sequence id {update.seq_id!r} is in use by another sequence of this driver: "
+                "deallocate that one first, or choose another id"
             )
         # A repeated or overtaken delta adds only what is new.
         sequence.extend(update.token_ids[sequence.num_tokens - update.num_known_tokens :])

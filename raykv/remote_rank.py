@@ -159,7 +159,7 @@ class RemoteRank(RankHandle):
                     num_sent = update.num_known_tokens + len(update.token_ids)
                     self._mirror(sequence, state, num_sent)
                     if call.operation in {"release", "undo"} and state.single_block_id is None:
-                        sequence.reset()
+                        sequence.forget()
         if answer.error is not None:
             raise answer.error
         return answer.value
@@ -172,7 +172,7 @@ class RemoteRank(RankHandle):
         if state.single_block_id is None:
             if self._holds(sequence):
                 del self._held[sequence.seq_id]
-                sequence.reset()
+                sequence.forget()
             return
         block_ids = sequence.kv_state.block_ids
         known = state.num_blocks - len(state.block_ids)

@@ -133,7 +133,10 @@ def test_unknown_settings_are_refused_and_the_right_one_is_named(values, parts):
         ({"num_single_blocks": 1}, "num_single_blocks: must be greater than or equal to 2, got 1"),
         ({"num_single_blocks": "a"}, "num_single_blocks: must be a valid integer, got 'a'"),
         ({"max_model_len": 0}, "max_model_len: must be greater than or equal to 1, got 0"),
-        ({"eviction": "fifo"}, "eviction: must be 'lru', got 'fifo'"),
+        (
+            {"eviction": "fifo"},
+            "eviction: must be 'lru', 'lrfu', 'priority' or module:Class, got 'fifo'",
+        ),
         (
             {"memory": {**SHAPE, "device": "tpu"}},
             "memory.device: must be 'auto', 'cpu' or 'cuda', got 'tpu'",

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from raykv.errors import RequestError
+
 ContentHash: TypeAlias = str | bytes | int
 MultimodalItems: TypeAlias = tuple[tuple[int, ContentHash], ...]
 RootKey: TypeAlias = tuple[str, str, int]
@@ -23,7 +25,7 @@ class Namespace:
     Each field keeps its own place in the key, so tenant "x" is never LoRA "x" (vLLM 44701).
 
     Raises:
-        ValueError: a multimodal offset is negative or a content hash is no str, bytes or int.
+        ValueError: a field is of another type, or a multimodal offset is negative.
     """
 
     tenant: str = ""
@@ -32,13 +34,19 @@ class Namespace:
     multimodal: MultimodalItems = ()
 
     def __post_init__(self) -> None:
+        for name, kind in (("tenant", str), ("lora", str), ("weights_version", int)):
+            value = getattr(self, name)
+            if not isinstance(value, kind):
+                raise ValueError(  # noqa: TRY004 - one error for bad fields
+                    f"namespace: {name} is {value!r}, but must be of {kind}"
+                )
         if not self.multimodal:
             return
-        for offset, content in self.multimodal:
-            if offset < 0 or type(content) not in {str, bytes, int}:
+        for item in self.multimodal:
+            if not _is_item(item):
                 raise ValueError(
-                    f"multimodal item ({offset!r}, {content!r}): the offset must be >= 0 tokens "
-                    "and the content hash a str, bytes or int"
+                    f"namespace: multimodal item {item!r} must be a pair of a token offset >= 0 "
+                    "and a content hash (str, bytes or int)"
                 )
         # One item may follow another at the same token, so only the offset orders them.
         items = tuple(sorted(self.multimodal, key=lambda item: item[0]))
@@ -52,6 +60,27 @@ class Namespace:
     def items(self, start: int, stop: int) -> MultimodalItems:
         """The multimodal items that begin in tokens [start, stop)."""
         return tuple(item for item in self.multimodal if start <= item[0] < stop)
+
+
+def _is_item(item: object) -> bool:
+    match item:
+        case (int() as offset, str() | bytes() | int()):
+            return offset >= 0
+    return False
+
+
+def require_namespace(value: object) -> Namespace:
+    """The value, if it is a namespace.
+
+    Raises:
+        RequestError: it is something else.
+    """
+    if not isinstance(value, Namespace):
+        raise RequestError(
+            f"namespace is {value!r} ({type(value).__name__}), but must be a raykv.Namespace, such "
+            "as Namespace(tenant='x')"
+        )
+    return value
 
 
 DEFAULT = Namespace()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from .namespace import DEFAULT, Namespace
+from .namespace import DEFAULT, Namespace, require_namespace
 from .retention import DEFAULT_RETENTION, Retention
 from .tokens import BlockIds, TokenIds, as_tokens
 
@@ -26,6 +26,9 @@ class SequenceOwner(Protocol):
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let the child share what the parent has computed."""
+
+    def deallocate_without_cache(self, sequences: Sequence) -> None:
+        """Take everything back."""
 
 
 @dataclass(slots=True)
@@ -95,14 +98,20 @@ class Sequence:
         self._buffer = np.array(as_tokens(token_ids))
         self._num_tokens = self.num_prompt_tokens = len(self._buffer)
         self.seq_id: Hashable = next(_next_id) if seq_id is None else seq_id
-        self.namespace = namespace
+        self.namespace = require_namespace(namespace)
         self.max_new_tokens = max_new_tokens
         self.retention = retention
         self.counted = False  # whether hit statistics know it: admissions after preemption do not
-        self.reset()
+        self.forget()
 
     def reset(self) -> None:
-        """Forget blocks, slots and rank; keep the tokens."""
+        """Give back blocks, slots and rank without publishing anything; keep the tokens."""
+        if self.owner is not None and self.single_block_id is not None:
+            self.owner.deallocate_without_cache(self)
+        self.forget()
+
+    def forget(self) -> None:
+        """Note that blocks, slots and rank are gone: for whoever took them back."""
         self.dp_rank: int | None = None
         self.single_block_id: int | None = None
         self.linear_state_slot: int | None = None

@@ -25,7 +25,8 @@ class SamplingParams:
     """How to continue a prompt.
 
     Attributes:
-        max_tokens: tokens to produce at most.
+        max_tokens: tokens to produce at most; fewer where the sequence reaches the longest length
+            that the model or the pool has room for (``stop_reason`` is ``length`` then, too).
         temperature: 0 takes the likeliest token; above, the distribution is flattened by it.
         top_p: sample among the likeliest tokens that together have this probability.
         seed: makes sampling repeatable, whatever else runs; None draws one.
@@ -51,6 +52,12 @@ class SamplingParams:
     n: int = 1
 
     def __post_init__(self) -> None:
+        for name in ("stop", "stop_token_ids"):
+            value: object = getattr(self, name)
+            if isinstance(value, str):
+                object.__setattr__(self, name, (value,))
+            elif isinstance(value, list | set | frozenset):
+                object.__setattr__(self, name, tuple(value))
         # Types count too: what is let through here would fail in the middle of a step.
         checks = {
             "max_tokens": (_is_int(self.max_tokens, 1), "a whole number of at least 1"),
@@ -65,11 +72,10 @@ class SamplingParams:
             ),
             "stop": (
                 type(self.stop) is tuple and all(type(s) is str and s for s in self.stop),
-                "a tuple of non-empty strings",
+                "non-empty strings",
             ),
             "stop_token_ids": (
-                isinstance(self.stop_token_ids, tuple | list)
-                and all(map(_is_int, self.stop_token_ids)),
+                isinstance(self.stop_token_ids, tuple) and all(map(_is_int, self.stop_token_ids)),
                 "a tuple of token ids",
             ),
             "logprobs": (_is_int(self.logprobs, 0), "a whole number of 0 or more"),
@@ -110,6 +116,7 @@ class TokenOutput:
     Attributes:
         request_id: which request it answers.
         token_ids: the tokens produced, a final stop token included.
+        text: what they say, special tokens left out; empty where the prompt came as token ids.
         log_probs: log-probability of each of them; empty unless asked for.
         stop_reason: ``stop`` (end-of-sequence, stop token or string), ``length`` or ``abort``.
         num_cached_tokens: prompt tokens that the first admission found in the prefix cache.
@@ -133,6 +140,7 @@ class TokenOutput:
     num_preempted: int = 0
     weights_version: int = 0
     top_log_probs: tuple[tuple[tuple[int, float], ...], ...] = ()
+    text: str = ""
     sample_index: int = 0
     miss: MissReport | None = None
     dp_rank: int = 0

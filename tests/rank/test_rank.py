@@ -459,7 +459,6 @@ def test_allocate_shared_of_nothing_known_gives_a_row(make_rank):
         (4, None, 1),
         (11, None, 2),
         (12, None, 3),
-        (999, None, 3),  # no more than there are tokens
         (12, 7, 1),
         (12, 8, 2),
         (7, 12, 1),
@@ -479,6 +478,42 @@ def test_cache_clamps_to_computed_allocated_and_asked(make_rank, num_computed, n
     kv.cache(sequence, num_tokens)
     assert kv.num_blocks_in_prefix_cache() == [want]
     kv.deallocate_without_cache(sequence)
+    assert_drained(kv)
+
+
+@pytest.mark.parametrize("num_computed", [-1, 15, 10**6])
+def test_computed_tokens_that_do_not_exist_are_refused_and_nothing_is_kept(make_rank, num_computed):
+    kv = make_rank()
+    sequence = Sequence(tokens(14, 1))
+    kv.allocate(sequence)
+    computed(sequence, num_computed)
+    with pytest.raises(RequestError, match=f"claims {num_computed} computed tokens"):
+        kv.cache(sequence)
+    with pytest.raises(RequestError, match="computed tokens"):
+        kv.deallocate(sequence)
+    assert kv.num_blocks_in_prefix_cache() == [0]
+    assert_drained(kv)
+
+
+@pytest.mark.parametrize("method", ["allocate", "allocate_shared"])
+def test_a_failing_lookup_leaves_nothing_behind(make_rank, monkeypatch, method):
+    kv = make_rank()
+    sequence = Sequence(tokens(14, 1))
+    sequence.namespace = "no namespace"
+    with pytest.raises(AttributeError):
+        getattr(kv, method)(sequence)
+    assert_drained(kv)
+
+
+def test_reset_gives_everything_back(make_rank):
+    kv = make_rank()
+    sequence = Sequence(tokens(14, 1))
+    kv.allocate(sequence)
+    kv.cache(computed(sequence))
+    sequence.reset()
+    assert sequence.num_tokens == 14
+    assert sequence.single_block_id is None
+    assert kv.num_blocks_in_prefix_cache() == [3]
     assert_drained(kv)
 
 
