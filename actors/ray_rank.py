@@ -13,6 +13,7 @@ from ray.exceptions import RayError, RayTaskError
 from raykv.actors.errors import translate
 from raykv.actors.process import RankProcess
 from raykv.actors.wire import pack, split, unpack
+from raykv.core.kv_cache_manager import NO_ROOM, Room
 from raykv.engine.params import TokenDelta
 from raykv.errors import RankUnavailableError
 from raykv.messages import Answer, Call, RankInfo
@@ -52,16 +53,17 @@ class RayRank(RemoteRank):
 
     def send(self, call: Call) -> Reply[Answer]:
         """Start a call; Ray keeps the order of one driver's calls."""
-        if self._is_unavailable():
-            return _RayReply(self, None)
-        return _RayReply(self, self._actor.call.remote(*split(pack(call))))
+        parts = split(pack(call))
+        return _RayReply(self, self._submit(self._actor.call, *parts))
 
     def poll(self, wait_s: float) -> list[TokenDelta]:
         """See RankHandle."""
-        reference = None
-        if not self._is_unavailable():
-            reference = self._actor.poll.remote(self.driver_id, wait_s)
-        return self.take(self.get(reference, wait_s))
+        return self.take(self.get(self._submit(self._actor.poll, self.driver_id, wait_s), wait_s))
+
+    @property
+    def room(self) -> Room:
+        """See RankHandle; a lost rank has nothing to give."""
+        return super().room if self._lost is None else NO_ROOM
 
     def get(self, reference: Any, wait_s: float = 0) -> Any:
         """Wait for an answer of the actor.
@@ -73,7 +75,7 @@ class RayRank(RemoteRank):
         Raises:
             RankUnavailableError: it will not come.
         """
-        if reference is None or self._lost is not None:
+        if reference is None or self._is_unavailable():
             raise RankUnavailableError(self._lost)
         timeout_s = self._call_timeout_s + wait_s
         try:
@@ -81,7 +83,7 @@ class RayRank(RemoteRank):
         except RayTaskError as error:
             cause = translate(error, self._who, timeout_s)
             raise cause from error
-        except RayError as error:
+        except Exception as error:  # RayError, and ValueError once Ray was shut down
             if self._lost is None:
                 self._lost = str(translate(error, self._who, timeout_s))
             raise RankUnavailableError(self._lost) from error
@@ -89,8 +91,8 @@ class RayRank(RemoteRank):
     def ask_to_close(self) -> None:
         """Begin closing without waiting, so that ranks can close side by side."""
         with self._close_lock:
-            if self._closing is None and not self._is_unavailable():
-                self._closing = self._actor.close.remote()
+            if self._closing is None:
+                self._closing = self._submit(self._actor.close)
             self._lost = f"rank {self.dp_rank} was closed: make a new pool"
 
     def close(self) -> None:
@@ -101,7 +103,7 @@ class RayRank(RemoteRank):
                 return
             self._is_closed = True
             try:
-                if self._closing is not None:
+                if self._closing is not None and ray.is_initialized():
                     ray.wait([self._closing], timeout=_CLOSE_S)
             finally:
                 self._end()
@@ -115,6 +117,16 @@ class RayRank(RemoteRank):
         if self._lost is None and not ray.is_initialized():
             self._lost = f"{self._who} is gone, for Ray was shut down: launch another pool"
         return self._lost is not None
+
+    def _submit(self, method: Any, *arguments: Any) -> Any:
+        """Start a call of the actor; None if the rank is gone."""
+        if self._is_unavailable():
+            return None
+        try:
+            return method.remote(*arguments)
+        except Exception as error:  # noqa: BLE001 - Ray raises bare ones once it was shut down
+            self._lost = str(translate(error, self._who, self._call_timeout_s))
+            return None
 
     def _end(self) -> None:
         if ray.is_initialized():

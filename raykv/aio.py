@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from raykv.engine.params import GenerationRequest, SamplingParams, TokenDelta, TokenOutput
+from raykv.generation import Batch
 
 if TYPE_CHECKING:
     from raykv.pool import BlockManagerPool, Prompts
@@ -86,9 +87,10 @@ class AsyncPool:
             with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
                 loop.call_soon_threadsafe(queue.put_nowait, delta)
 
+        batch = Batch(requests, [listen] * len(requests), dp_rank)
         left = {request.request_id for request in requests}
         try:
-            await asyncio.to_thread(pool.start, requests, [listen] * len(requests), dp_rank)
+            await asyncio.to_thread(pool.generations.start, batch)
             while left:
                 delta = await queue.get()
                 if delta.error is not None:
@@ -99,4 +101,5 @@ class AsyncPool:
         finally:
             # Closing the iterator or cancelling the task must not wait for the ranks.
             if left:
-                loop.run_in_executor(None, pool.abandon, left)
+                batch.is_abandoned = True  # in case it is only about to start
+                loop.run_in_executor(None, pool.generations.abandon, batch)

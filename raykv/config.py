@@ -62,7 +62,7 @@ class MemoryConfig(_Model):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Dtype = "float32"
-    num_layers: int | None = Field(None, ge=1)
+    num_layers: int | None = Field(None, ge=1, le=1 << 20)
     num_kv_heads: int | None = Field(None, ge=1)
     head_dim: int | None = Field(None, ge=1)
 
@@ -140,12 +140,12 @@ class PoolConfig(_Model):
         ConfigError: an unknown key, or a value that is impossible or contradicts another.
     """
 
-    dp_size: int = Field(1, ge=1)
+    dp_size: int = Field(1, ge=1, le=1 << 20)
     num_blocks: int = Field(ge=2, lt=2**31)  # ids are int32
-    block_size: int = Field(16, ge=1)
+    block_size: int = Field(16, ge=1, le=1 << 20)
     enable_prefix_cache: bool = True
-    max_num_seqs: int = Field(256, ge=1)
-    num_single_blocks: int = Field(default=257, ge=2)
+    max_num_seqs: int = Field(256, ge=1, le=1 << 20)
+    num_single_blocks: int = Field(default=257, ge=2, le=1 << 21)
     max_model_len: int | None = Field(None, ge=1)
     hash_seed: bytes | None = Field(default=None, min_length=1, repr=False)
     eviction: str = "lru"
@@ -222,7 +222,7 @@ class PoolConfig(_Model):
             raise ConfigError(
                 f"cannot read {path}: {error.strerror}; pass a readable file"
             ) from None
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
+        except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:
             problem = " ".join(str(error).split())
             raise ConfigError(f"{path} is not valid YAML: {problem}") from None
         if not isinstance(values, dict):

@@ -2,20 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from raykv.engine.params import GenerationRequest, TokenDelta
-from raykv.errors import NotSupportedError, RaykvError, RequestError
-from raykv.rank_handle import RankHandle, results
+from raykv.errors import NotSupportedError, RankUnavailableError, RaykvError, RequestError
+from raykv.rank_handle import Failed, RankHandle, Reply
 from raykv.routing import Router
 
 _POLL_WAIT_S = 0.5
+_log = logging.getLogger(__name__)
 
 Listener = Callable[[TokenDelta], None]
 """Called with each delta of a request, on a thread of the pool; must not block."""
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """Requests that are started together, and can be given up together at any time.
+
+    Attributes:
+        requests: what to generate.
+        listeners: one per request; each hears of its own until a delta that ``is_last``.
+        dp_rank: the rank to use; None lets the router choose per prompt.
+        is_abandoned: nobody waits for them any more.
+    """
+
+    requests: Sequence[GenerationRequest]
+    listeners: Sequence[Listener]
+    dp_rank: int | None = None
+    is_abandoned: bool = False
 
 
 @dataclass(slots=True)
@@ -24,8 +44,15 @@ class _Pending:
 
     request: GenerationRequest
     listener: Listener
+    batch: Batch
     num_blocks: int
     has_started: bool = False
+    is_aborted: bool = False
+
+    def is_called(self, request_id: str) -> bool:
+        """Whether the caller's word for it, its prompt or its whole call is ``request_id``."""
+        request = self.request
+        return request_id in {request.request_id, request.prompt_id, request.call_id}
 
 
 class Generations:
@@ -49,73 +76,98 @@ class Generations:
         self._lock = threading.Lock()
 
     def new_id(self) -> str:
-        """A request id that this driver has not used."""
-        return f"request-{next(self._names)}"
+        """A request id that no request under way has."""
+        with self._lock:
+            while True:
+                name = f"request-{next(self._names)}"
+                entries = (entry for pending in self._pending for entry in pending.values())
+                if not any(entry.is_called(name) for entry in entries):
+                    return name
 
-    def start(
-        self,
-        requests: Sequence[GenerationRequest],
-        listeners: Sequence[Listener],
-        dp_rank: int | None = None,
-    ) -> None:
-        """Submit requests; each listener hears of its own until a delta that ``is_last``.
-
-        Args:
-            requests: what to generate; checked before any of them is submitted.
-            listeners: one per request.
-            dp_rank: the rank to use; None lets the router choose per prompt.
+    def start(self, batch: Batch) -> None:
+        """Submit requests, and return once the ranks have them.
 
         Raises:
             RequestError: a request can never be served, or its id is in use; none was submitted.
             NotSupportedError: the ranks have no engine.
         """
-        for request in requests:
-            limits = self._ranks[dp_rank or 0].limits
-            if limits is None:
-                raise NotSupportedError("the pool has no engine: set `model` in its configuration")
+        if batch.dp_rank is not None and batch.dp_rank not in range(len(self._ranks)):
+            raise RequestError(
+                f"dp_rank is {batch.dp_rank!r}, but ranks are 0..{len(self._ranks) - 1}"
+            )
+        limits = self._ranks[batch.dp_rank or 0].limits
+        if limits is None:
+            raise NotSupportedError("the pool has no engine: set `model` in its configuration")
+        for request in batch.requests:
             limits.check(request)
-        placed = self._place(requests, listeners, dp_rank)
-        replies = [(rank, batch, self._ranks[rank].submit(batch)) for rank, batch in placed.items()]
-        for rank, batch, reply in replies:
-            try:
-                reply.result()
-            except RaykvError as error:
-                for request in batch:
-                    self._deliver(rank, TokenDelta(request.request_id, error=error))
-                continue
-            self._ensure_pump(rank)
+        try:
+            placed = self._place(batch)
+            replies = [(rank, part, self._submit(rank, part)) for rank, part in placed.items()]
+            for rank, part, reply in replies:
+                try:
+                    reply.result()
+                except Exception as error:  # noqa: BLE001 - whoever waits must hear of it
+                    for request in part:
+                        self._deliver(rank, TokenDelta(request.request_id, error=_known(error)))
+                else:
+                    self._ensure_pump(rank)
+        except BaseException:
+            batch.is_abandoned = True
+            raise
+        finally:
+            # Whoever gave up meanwhile may have been faster than the submission.
+            self._withdraw(lambda entry: entry.batch is batch and _is_unwanted(entry))
 
     def abort(self, request_id: str) -> None:
         """End a request with all its samples; one that is over already is passed by."""
+
+        def is_meant(entry: _Pending) -> bool:
+            if entry.is_called(request_id):
+                entry.is_aborted = True
+            return entry.is_aborted
+
+        self._withdraw(is_meant)
+
+    def abandon(self, batch: Batch) -> None:
+        """End what is left of a batch that nobody waits for any more; started or not."""
+        batch.is_abandoned = True
+        self._withdraw(lambda entry: entry.batch is batch)
+
+    def _withdraw(self, is_meant: Callable[[_Pending], bool]) -> None:
+        """One call per rank, whatever the number of requests; a lost rank needs none."""
         with self._lock:
-            ids = [
-                [name for name in pending if f"{name}/".startswith(f"{request_id}/")]
+            names = [
+                [name for name, entry in pending.items() if is_meant(entry)]
                 for pending in self._pending
             ]
-        results([self._ranks[rank].abort(names) for rank, names in enumerate(ids) if names])
+        replies = [self._ranks[rank].abort(ids) for rank, ids in enumerate(names) if ids]
+        for reply in replies:
+            with contextlib.suppress(RankUnavailableError):
+                reply.result()
 
-    def _place(
-        self,
-        requests: Sequence[GenerationRequest],
-        listeners: Sequence[Listener],
-        dp_rank: int | None,
-    ) -> dict[int, list[GenerationRequest]]:
+    def _submit(self, rank: int, requests: list[GenerationRequest]) -> Reply[None]:
+        try:
+            return self._ranks[rank].submit(requests)
+        except Exception as error:  # noqa: BLE001 - such as what cannot be pickled
+            return Failed(error)
+
+    def _place(self, batch: Batch) -> dict[int, list[GenerationRequest]]:
         placed: dict[int, list[GenerationRequest]] = {}
         with self._lock:
             known = {name for pending in self._pending for name in pending}
-            for request in requests:
+            for request in batch.requests:
                 if request.request_id in known:
                     raise RequestError(
                         f"request id {request.request_id!r} is in use: choose another"
                     )
                 known.add(request.request_id)
-            rank = dp_rank
-            for request, listener in zip(requests, listeners, strict=True):
-                if dp_rank is None and (request.sample_index == 0 or rank is None):
+            rank = batch.dp_rank
+            for request, listener in zip(batch.requests, batch.listeners, strict=True):
+                if batch.dp_rank is None and (request.sample_index == 0 or rank is None):
                     rank = self._router.begin([handle.room for handle in self._ranks]).take(0)
                 assert rank is not None, "the first sample of a prompt chose one"
                 num_tokens = len(request.token_ids) + request.params.max_tokens
-                entry = _Pending(request, listener, -(-num_tokens // self._block_size))
+                entry = _Pending(request, listener, batch, -(-num_tokens // self._block_size))
                 self._pending[rank][request.request_id] = entry
                 self._router.debits[rank] += entry.num_blocks
                 placed.setdefault(rank, []).append(request)
@@ -139,10 +191,10 @@ class Generations:
                     return
             try:
                 deltas = self._ranks[rank].poll(_POLL_WAIT_S)
-            except RaykvError as error:
+            except Exception as error:  # noqa: BLE001 - whoever waits must hear of it
                 with self._lock:
                     lost = list(self._pending[rank])
-                deltas = [TokenDelta(request_id, error=error) for request_id in lost]
+                deltas = [TokenDelta(name, error=_known(error)) for name in lost]
             for delta in deltas:
                 self._deliver(rank, delta)
 
@@ -156,9 +208,22 @@ class Generations:
                 self._router.debits[rank] -= entry.num_blocks
             if delta.is_last:
                 del self._pending[rank][delta.request_id]
-        entry.listener(delta)
+        try:
+            entry.listener(delta)
+        except Exception:  # noqa: BLE001 - a fault of one caller must not stop the others' outputs
+            _log.exception("the listener of request %s failed", delta.request_id)
 
 
 def sample_id(request_id: str, index: int) -> str:
     """The id of one of several continuations asked for as ``request_id``."""
     return f"{request_id}/{index}"
+
+
+def _is_unwanted(entry: _Pending) -> bool:
+    return entry.is_aborted or entry.batch.is_abandoned
+
+
+def _known(error: Exception) -> RaykvError:
+    if isinstance(error, RaykvError):
+        return error
+    return RequestError(f"a rank cannot take the request: {type(error).__name__}: {error}")

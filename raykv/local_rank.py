@@ -8,7 +8,7 @@ from collections.abc import Sequence as SequenceOf
 from typing import TypeVar
 
 from raykv.core.explain import MissReport
-from raykv.core.kv_cache_manager import RankStats, Room
+from raykv.core.kv_cache_manager import NO_ROOM, RankStats, Room
 from raykv.core.sequence import Sequence
 from raykv.engine.params import GenerationRequest, TokenDelta
 from raykv.engine.worker import RankWorker
@@ -47,6 +47,8 @@ class LocalRank(RankHandle):
     @property
     def room(self) -> Room:
         """See RankHandle."""
+        if self._closed or (self.worker is not None and self.worker.is_closed):
+            return NO_ROOM
         if self.worker is not None:
             return self.worker.stats.room
         with self._lock:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import queue
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeAlias
@@ -33,9 +32,9 @@ from raykv.engine.build import build_rank, load_tokenizer
 from raykv.engine.params import GenerationRequest, SamplingParams, TokenDelta, TokenOutput
 from raykv.engine.worker import RankWorker
 from raykv.errors import NotSupportedError, RankUnavailableError, RequestError
-from raykv.generation import Generations, Listener, sample_id
+from raykv.generation import Batch, Generations, Listener, sample_id
 from raykv.local_rank import LocalRank
-from raykv.rank_handle import RankHandle, results
+from raykv.rank_handle import RankHandle, Reply, results
 from raykv.routing import Router
 
 Prompts: TypeAlias = str | TokenIds | SequenceOf[str | TokenIds]
@@ -48,13 +47,18 @@ class BlockManagerPool(KVCacheManager):
     Args:
         config: what the ranks were made from.
         ranks: one handle per dp_rank, in order.
+
+    Attributes:
+        num_lost_sequences: sequences that were deallocated when their rank was gone already.
+        generations: requests of this driver that are under way.
     """
 
     def __init__(self, config: PoolConfig, ranks: list[RankHandle]) -> None:
         self.config = config
         self.ranks = ranks
+        self.num_lost_sequences = 0
         self._router = Router(config.routing, len(ranks))
-        self._generations = Generations(ranks, self._router, config.block_size)
+        self.generations = Generations(ranks, self._router, config.block_size)
         self._tokenizer: Any = None
 
     @classmethod
@@ -184,11 +188,12 @@ class BlockManagerPool(KVCacheManager):
         """
         requests = self.make_requests(prompts, params, request_id, namespace, retention)
         deltas: queue.SimpleQueue[TokenDelta] = queue.SimpleQueue()
+        batch = Batch(requests, [deltas.put] * len(requests), dp_rank)
+        self.generations.start(batch)
         try:
-            self.start(requests, [deltas.put] * len(requests), dp_rank)
             outputs = _collect(deltas, len(requests))
         except BaseException:
-            self.abandon(request.request_id for request in requests)
+            self.generations.abandon(batch)
             raise
         return self.with_text(prompts, [outputs[request.request_id] for request in requests])
 
@@ -205,13 +210,7 @@ class BlockManagerPool(KVCacheManager):
 
     def abort(self, request_id: str) -> None:
         """End a request that is under way; its output says ``abort``. Unknown ids are passed by."""
-        self._generations.abort(request_id)
-
-    def abandon(self, request_ids: Iterable[str]) -> None:
-        """Abort requests that nobody waits for any more; a rank that is gone needs no abort."""
-        for request_id in request_ids:
-            with contextlib.suppress(RankUnavailableError):
-                self.abort(request_id)
+        self.generations.abort(request_id)
 
     def make_requests(
         self,
@@ -228,7 +227,9 @@ class BlockManagerPool(KVCacheManager):
                 f"params is a {type(params).__name__}: pass raykv.SamplingParams(max_tokens=...)"
             )
         require_namespace(namespace)
-        name = self._generations.new_id() if request_id is None else request_id
+        name = self.generations.new_id() if request_id is None else request_id
+        if not isinstance(name, str):
+            raise RequestError(f"request_id is {name!r}, but must be text")
         rows = self._token_rows(prompts)
         names = [name] if len(rows) == 1 else [sample_id(name, i) for i in range(len(rows))]
         return [
@@ -239,6 +240,7 @@ class BlockManagerPool(KVCacheManager):
                 namespace=namespace,
                 sample_index=index,
                 prompt_id=row_name,
+                call_id=name,
                 retention=retention,
             )
             for row_name, row in zip(names, rows, strict=True)
@@ -251,10 +253,8 @@ class BlockManagerPool(KVCacheManager):
         listeners: SequenceOf[Listener],
         dp_rank: int | None = None,
     ) -> None:
-        """Submit requests and return; see ``Generations.start``."""
-        if dp_rank is not None and not 0 <= dp_rank < len(self.ranks):
-            raise RequestError(f"dp_rank is {dp_rank}, but ranks are 0..{len(self.ranks) - 1}")
-        self._generations.start(requests, listeners, dp_rank)
+        """Submit requests and return; each listener hears of its own, on a thread of the pool."""
+        self.generations.start(Batch(requests, listeners, dp_rank))
 
     @property
     def aio(self) -> AsyncPool:
@@ -376,9 +376,11 @@ class BlockManagerPool(KVCacheManager):
                 sequence.forget()
             else:
                 groups.setdefault(rank, []).append(sequence)
-        results(
-            [self.ranks[rank].release(group, publish=publish) for rank, group in groups.items()]
-        )
+        replies = [
+            (group, self.ranks[rank].release(group, publish=publish))
+            for rank, group in groups.items()
+        ]
+        results([_Forgetting(reply, group, self) for group, reply in replies])
 
     def _token_rows(self, prompts: Prompts) -> list[NDArray[np.int32]]:
         if isinstance(prompts, str):
@@ -393,17 +395,36 @@ class BlockManagerPool(KVCacheManager):
                 raise RequestError("there is no prompt: pass text, token ids, or a list of those")
             is_row = not hasattr(items[0], "__len__")
             rows = [prompts] if is_row else items
-        encoded = [
-            self.tokenizer.encode(row, add_special_tokens=False) if isinstance(row, str) else row
-            for row in rows
-        ]
         try:
+            encoded = [
+                self.tokenizer.encode(row, add_special_tokens=False)
+                if isinstance(row, str)
+                else row
+                for row in rows
+            ]
             return [as_tokens(row).copy() for row in encoded]
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             raise RequestError(
                 f"a prompt is neither text nor token ids ({error}); for chat messages, use "
                 "pool.tokenizer.apply_chat_template first"
             ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Forgetting:
+    """A release that also succeeds on a lost rank, where there is nothing left to release."""
+
+    reply: Reply[None]
+    sequences: list[Sequence]
+    pool: BlockManagerPool
+
+    def result(self) -> None:
+        try:
+            self.reply.result()
+        except RankUnavailableError:
+            for sequence in self.sequences:
+                sequence.forget()
+            self.pool.num_lost_sequences += len(self.sequences)
 
 
 def _collect(deltas: queue.SimpleQueue[TokenDelta], num_requests: int) -> dict[str, TokenOutput]:

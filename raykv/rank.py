@@ -27,7 +27,7 @@ from raykv.core.manager import AdmitRequest
 from raykv.core.sequence import KVCacheState, Sequence
 from raykv.core.single import SingleBlockManager
 from raykv.core.tokens import NO_INDEX, BlockIds, Index
-from raykv.errors import IntegrityError, RequestError
+from raykv.errors import ConfigError, IntegrityError, RequestError
 from raykv.memory.buffers import KVBuffers
 from raykv.memory.spec import KVSpec
 
@@ -92,7 +92,14 @@ class RankKV(KVCacheManager):
         self.buffers = make_buffers(config, spec)
         self._max_tokens = config.max_tokens_per_sequence
         max_blocks = -(-self._max_tokens // config.block_size)
-        self.tables = BlockTables(config.num_single_blocks, max_blocks)
+        try:
+            self.tables = BlockTables(config.num_single_blocks, max_blocks)
+        except (MemoryError, ValueError):
+            size = config.num_single_blocks * max_blocks * 4 / 2**30
+            raise ConfigError(
+                f"block tables of {config.num_single_blocks} rows and {max_blocks} blocks need "
+                f"{size:.1f} GiB: lower max_num_seqs or max_model_len"
+            ) from None
         self._swaps = SwapList(self.block_manager)
         self._has_forks = False
         self._clock = clock

@@ -71,7 +71,7 @@ class RankService:
         try:
             value = self._run(call)
         except Exception as raised:  # noqa: BLE001 - it travels to the caller
-            error = raised
+            error = raised.with_traceback(None)  # its frames would keep what they held alive
         return Answer(
             number=call.number,
             epoch=self.epoch,

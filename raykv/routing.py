@@ -22,9 +22,9 @@ class Choice:
 
     def take(self, num_blocks: int) -> int:
         """The rank for one more sequence; the lowest number wins a tie."""
-        best, most = 0, (False, 0)
+        best, most = 0, (0, 0)
         for rank, (blocks, singles) in enumerate(zip(self._blocks, self._singles, strict=True)):
-            room = (singles > 0, blocks)
+            room = (min(singles, 1), blocks)
             if rank == 0 or room > most:
                 best, most = rank, room
         self._blocks[best] -= num_blocks

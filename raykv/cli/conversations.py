@@ -80,6 +80,8 @@ def _turns(line: str, where: str) -> tuple[str, ...]:
             f"{where}: not valid JSON: {error.msg} at column {error.colno}; "
             f"each line is one object, {_FORMATS}"
         ) from None
+    except (ValueError, RecursionError) as error:  # absurd numbers, absurd depth
+        raise ConfigError(f"{where}: cannot be read: {error}; each line is one object") from None
     if not isinstance(entry, dict) or ("turns" in entry) == ("messages" in entry):
         raise ConfigError(f"{where}: not a conversation; each line is one object, {_FORMATS}")
     turns = entry["turns"] if "turns" in entry else _user_messages(entry["messages"], where)

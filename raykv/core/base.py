@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -34,8 +35,10 @@ class LedgerBlockManager(BlockManager):
     """
 
     def __init__(self, num_blocks: int, block_size: int, hash_seed: bytes | None = None) -> None:
-        if block_size < 1:
-            raise ConfigError(f"block_size is {block_size} tokens, but must be at least 1")
+        if not isinstance(block_size, int) or not 1 <= block_size < 1 << 31:
+            raise ConfigError(
+                f"block_size is {block_size!r} tokens, but must be a whole number of at least 1"
+            )
         self.block_size = block_size
         self.dropped: deque[tuple[Index, int, bool]] = deque()
         self._ledger = Ledger(num_blocks)
@@ -46,6 +49,7 @@ class LedgerBlockManager(BlockManager):
     def allocate(self, num_blocks: int) -> Blocks | None:
         """See BlockManager."""
         self._settle_dropped()
+        num_blocks = operator.index(num_blocks)  # a float would poison the counters
         if num_blocks < 0:
             raise ValueError(f"cannot allocate {num_blocks} blocks")
         if not num_blocks:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Self, overload
+from typing import TYPE_CHECKING, NoReturn, Self, overload
 
 import numpy as np
 
@@ -168,6 +168,12 @@ class Blocks:
         traceback: TracebackType | None,
     ) -> None:
         self.release()
+
+    def __copy__(self) -> Blocks:
+        return self.share()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a handle of blocks cannot be pickled or copied deeply: share() it")
 
     def __del__(self) -> None:
         # Collection can strike in the middle of an update of the books, so only leave a note.

@@ -28,6 +28,10 @@ class Room(NamedTuple):
     num_free_single_blocks: int
 
 
+NO_ROOM = Room(-(1 << 62), -(1 << 62), -1)
+"""Of a rank that is lost: chosen only if all are."""
+
+
 @dataclass(frozen=True, slots=True)
 class RankStats:
     """Counters of one rank; totals count from its start.

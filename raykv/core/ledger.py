@@ -35,9 +35,10 @@ class Ledger:
     """
 
     def __init__(self, num_blocks: int) -> None:
-        if num_blocks < 2:
+        if not isinstance(num_blocks, int) or not 2 <= num_blocks < 1 << 31:
             raise ConfigError(
-                f"num_blocks is {num_blocks}, but block 0 is padding: at least 2 are needed"
+                f"num_blocks is {num_blocks!r}, but block 0 is padding: it must be a whole number "
+                "between 2 and 2**31 - 1"
             )
         self.counts = np.full(num_blocks, FREE, np.int64)
         self.counts[0] = PADDING

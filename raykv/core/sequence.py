@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -135,7 +136,7 @@ class Sequence:
         """Add one token."""
         if self._num_tokens == len(self._buffer):
             self._grow(1)
-        self._buffer[self._num_tokens] = token_id
+        self._buffer[self._num_tokens] = operator.index(token_id)
         self._num_tokens += 1
 
     def extend(self, token_ids: TokenIds | Iterable[int]) -> None:

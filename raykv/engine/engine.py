@@ -151,6 +151,9 @@ class Engine:
         start = self._clock()
         deltas, self._aborted = self._aborted, []
         step = self.scheduler.schedule()
+        failed, self.scheduler.failed = self.scheduler.failed, []
+        for task, error in dict(failed).items():
+            deltas.append((task.driver_id, self._fail(task, "admission", error)))
         if not step:
             return deltas
         for task, _ in step:

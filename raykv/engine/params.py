@@ -97,6 +97,7 @@ class GenerationRequest:
         namespace: with whom its KV may be shared.
         sample_index: which of the ``params.n`` continuations it is.
         prompt_id: equal for the continuations of one prompt, which share its blocks.
+        call_id: equal for all prompts of one call.
         retention: how dearly its cached blocks are kept.
     """
 
@@ -106,6 +107,7 @@ class GenerationRequest:
     namespace: Namespace = DEFAULT
     sample_index: int = 0
     prompt_id: str = ""
+    call_id: str = ""
     retention: Retention = DEFAULT_RETENTION
 
 

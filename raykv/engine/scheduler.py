@@ -100,6 +100,7 @@ class Scheduler:
         waiting: tasks without memory, oldest first.
         running: tasks with memory, oldest first.
         num_preemptions: how often memory was taken away, since the start.
+        failed: tasks whose admission raised, with the error; the engine ends them.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class Scheduler:
         self.waiting: list[Task] = []
         self.running: list[Task] = []
         self.num_preemptions = 0
+        self.failed: list[tuple[Task, Exception]] = []
         self._kv = kv
         self._max_num_seqs = max_num_seqs
         self._shares_prefixes = shares_prefixes
@@ -194,7 +196,7 @@ class Scheduler:
         for index, task in enumerate(self.waiting[: 1 + _MAX_LOOKAHEAD]):
             if index and self.waiting[0].num_bypassed >= _MAX_BYPASSES:
                 return None
-            if self._awaits_prefix(task.sequence) or not self._kv.allocate(task.sequence):
+            if self._awaits_prefix(task.sequence) or not self._allocate(task):
                 continue
             if index:
                 self.waiting[0].num_bypassed += 1
@@ -205,6 +207,13 @@ class Scheduler:
                 task.miss = self._kv.explain(task.sequence)
             return task
         return None
+
+    def _allocate(self, task: Task) -> bool:
+        try:
+            return self._kv.allocate(task.sequence)
+        except Exception as error:  # noqa: BLE001 - the fault of this request alone
+            self.failed.append((task, error))
+            return False
 
     def _awaits_prefix(self, sequence: Sequence) -> bool:
         """Whether a running sequence is about to publish a block that this one could share.

@@ -55,6 +55,11 @@ class RankWorker:
             self._changed.notify_all()
         return future
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was closed, or stopped on a failure."""
+        return self._closed
+
     def poll(self, driver_id: str, wait_s: float) -> list[TokenDelta]:
         """Take what was produced for a driver, waiting up to ``wait_s`` seconds for something.
 

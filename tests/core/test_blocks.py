@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 
-from raykv.core import Block, Blocks
+from raykv.core import Block, BlockManagerImpl, Blocks
 from raykv.errors import DoubleFreeError
 
 from .helpers import check_drained, counters, num_pending, publish, run_of, snapshot
@@ -316,3 +319,26 @@ def test_hash_value_names_the_cached_content(make_manager):
     assert [block.hash_value for block in blocks] == manager.prefix_hashes(tokens)
     manager.reset_prefix_cache()
     assert [block.hash_value for block in blocks] == [None] * 3
+
+
+def test_a_copy_is_one_more_owner_and_deep_copies_are_refused():
+    manager = BlockManagerImpl(8, 2)
+    blocks = manager.allocate(3)
+    twin = copy.copy(blocks)
+    assert blocks.ref_counts.tolist() == [2, 2, 2]
+    del twin
+    assert blocks.ref_counts.tolist() == [1, 1, 1]
+    for clone in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="share"):
+            clone(blocks)
+    blocks.release()
+    assert manager.num_free_blocks == 7
+
+
+@pytest.mark.parametrize("number", [2.0, 1.5, float("nan"), "2", None])
+def test_only_whole_numbers_of_blocks_are_allocated(number):
+    manager = BlockManagerImpl(8, 2)
+    with pytest.raises(TypeError):
+        manager.allocate(number)
+    manager.check_integrity()
+    assert manager.num_free_blocks == 7

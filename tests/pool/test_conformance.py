@@ -594,9 +594,11 @@ def test_a_closed_pool_says_so(make_pool, kind):
     pool.check_integrity()
     pool.close()
     pool.close()
-    for call in (pool.allocate, pool.deallocate):
-        with pytest.raises(RankUnavailableError, match="closed"):
-            call(sequence)
+    with pytest.raises(RankUnavailableError, match="closed"):
+        pool.allocate(sequence)
+    pool.deallocate(sequence)  # there is nothing left to give back: counted, and reset
+    assert pool.num_lost_sequences == 1
+    assert sequence.dp_rank is sequence.single_block_id is None
     with pytest.raises(RankUnavailableError, match="closed"):
         pool.stats()
     pool.check_integrity = lambda: None  # the fixture's last look

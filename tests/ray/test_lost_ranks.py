@@ -46,9 +46,13 @@ def test_a_dead_rank_is_named_and_the_others_go_on(make_pool, how):
     with pytest.raises(RankUnavailableError, match=f"rank 0 .pid {rank.info.pid}.*launch another"):
         pool.allocate(lost)
     assert time.monotonic() - start < 10
-    for call in (pool.stats, pool.check_integrity, lambda: pool.deallocate(lost)):
+    for call in (pool.stats, pool.check_integrity):
         with pytest.raises(RankUnavailableError, match="rank 0"):
             call()
+    pool.deallocate(lost)
+    assert pool.num_lost_sequences == 1
+    assert lost.dp_rank is None
+    assert pool.select_rank(lost) == 1, "a lost rank is not chosen"
     kept.append(1)
     assert pool.allocate(kept)
     spread = [on_rank(0, first=100), on_rank(1, first=200)]
