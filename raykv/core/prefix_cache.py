@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections import OrderedDict
 from collections.abc import Hashable
 
 import numpy as np
@@ -59,7 +60,10 @@ class PrefixCache:
         self._compact_at = 64
         self._serials = itertools.count()
         # Where evicted blocks stood: (run, blocks before, tokens, items), oldest first.
-        self._ghosts: dict[tuple[Hashable, int, bytes, MultimodalItems], None] = {}
+        # Ordered, since a dict takes ever longer to find its first entry as old ones are deleted.
+        self._ghosts: OrderedDict[tuple[Hashable, int, bytes, MultimodalItems], None] = (
+            OrderedDict()
+        )
         self._max_ghosts = max(64, len(ledger.counts) // 64)
 
     def __len__(self) -> int:
@@ -131,16 +135,8 @@ class PrefixCache:
             if count <= run.protected:
                 continue
             self.num_evictable -= count - run.protected
-            end = run.length
-            for index, (start, _) in enumerate(run.tails):
-                if start < count:
-                    if end > count:
-                        run.tails[index][0] = count
-                    del run.tails[index + (end > count) :]
-                    break
-                end = start
             self._hold_parent(run)
-            run.protected = count
+            run.take_back(count)
 
     def unprotect(self, ids: Index) -> None:
         """These cached blocks lost their last reference: stamp what nothing holds any more."""
@@ -156,14 +152,13 @@ class PrefixCache:
         while heap:
             run = self._run(heapq.heappop(heap)[1])
             old = run.protected
-            new = self._last_held(run)
+            new = self._last_held(run, len(ids))
             if new == old:
                 continue
             self._clock += 1
-            run.tails.append([new, self._clock])
+            run.let_go(new, self._clock)
             self._order.add(run, self._clock)
             self.num_evictable += old - new
-            run.protected = new
             parent = run.parent
             if new == 0 and parent is not None and parent.parent is not None:
                 anchor = parent.ids[run.offset - 1]
@@ -172,8 +167,9 @@ class PrefixCache:
                     touched.add(parent.index)
                     heapq.heappush(heap, (-parent.depth, parent.index))
         if self._clock >= self._compact_at:
-            self._order.compact(run for run in self._runs if run is not None)
-            self._compact_at = self._clock + 2 * len(self._runs) + 64
+            # As much is released until the next time as there is to look through at this time.
+            num_live = self._order.compact(run for run in self._runs if run is not None)
+            self._compact_at = self._clock + 2 * max(num_live, len(self._runs)) + 64
 
     def evict(self, num_blocks: int) -> Index:
         """Forget the least recently released evictable blocks; return their ids.
@@ -277,7 +273,6 @@ class PrefixCache:
     def _new_run(self, parent: Run, key: ChildKey, at: int) -> Run:
         index = self._free_indices.pop() if self._free_indices else len(self._runs)
         run = Run(parent, key, parent.depth + at, index)
-        run.serial = next(self._serials)
         if index == len(self._runs):
             self._runs.append(run)
         else:
@@ -297,27 +292,39 @@ class PrefixCache:
         if isinstance(parent, Root) and not parent.children:
             del self.roots[parent.root_key]
 
-    def _last_held(self, run: Run) -> int:
-        """Where ``protected`` belongs: behind the last held block of those it covers."""
-        if run.protected == 0:
-            return 0
-        held = self._counts[run.ids[: run.protected]][::-1] > 0
-        behind = int(held.argmax())  # on booleans argmax stops at the first True
-        return run.protected - behind if held[behind] else 0
+    def _last_held(self, run: Run, width: int) -> int:
+        """Where ``protected`` belongs: behind the last held block of those it covers.
+
+        Looks at the last ``width`` + 1 blocks, then at twice as many: what it costs depends on how
+        many were let go, not on how many are held.
+        """
+        stop = run.protected
+        width += 1
+        while stop:
+            start = max(0, stop - width)
+            held = self._counts[run.ids[start:stop]][::-1] > 0
+            behind = int(held.argmax())  # on booleans argmax stops at the first True
+            if held[behind]:
+                return stop - behind
+            stop, width = start, 2 * width
+        return 0
 
     def _remember(self, run: Run, length: int) -> None:
         """Note what stood behind the first ``length`` blocks of a run that is being cut there."""
+        after = run if length else run.parent
+        assert after is not None, "roots hold no blocks"
+        if after.serial is None:
+            after.serial = next(self._serials)
         if length:
             start, stop = length * self.block_size, (length + 1) * self.block_size
             behind = self.block_size * run.depth
             items = tuple(i for i in run.items if start <= i[0] - behind < stop)
-            ghost = (run.serial, length, bytes(run.tokens[4 * start : 4 * stop]), items)
+            ghost = (after.serial, length, bytes(run.tokens[4 * start : 4 * stop]), items)
         else:
-            assert run.parent is not None, "roots hold no blocks"
-            ghost = (run.parent.serial, *run.key)
+            ghost = (after.serial, *run.key)
         self._ghosts[ghost] = None
         if len(self._ghosts) > self._max_ghosts:
-            del self._ghosts[next(iter(self._ghosts))]
+            self._ghosts.popitem(last=False)
 
     def _hold_parent(self, run: Run) -> None:
         """Call before ``protected`` rises: a run that begins to be held holds its parent."""
