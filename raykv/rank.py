@@ -102,6 +102,9 @@ class RankKV(KVCacheManager):
             ) from None
         self._swaps = SwapList(self.block_manager)
         self._has_forks = False
+        # Rows whose sequences held blocks at a reset. A copy on write would give them a fresh block
+        # with old content, so the manager's marks on blocks do not tell.
+        self._stale_rows: set[int] = set()
         self._clock = clock
         self._sequences: list[Sequence | None] = [None] * config.num_single_blocks  # by row
         self._num_attached = 0
@@ -161,7 +164,10 @@ class RankKV(KVCacheManager):
             shared = blocks.share()
             blocks.detach()
         child.counted = True
-        self._attach(child, int(single.detach()[0]), shared.detach(), num_blocks)
+        row, num_full = int(single.detach()[0]), state.num_computed_tokens // self.block_size
+        self._attach(child, row, shared.detach(), num_full)
+        if num_blocks and parent.single_block_id in self._stale_rows:
+            self._stale_rows.add(row)
         child.kv_state.num_computed_tokens = state.num_computed_tokens
         self._has_forks = True
 
@@ -218,8 +224,9 @@ class RankKV(KVCacheManager):
             )
         limit = min(state.num_computed_tokens, state.num_blocks * self.block_size)
         stop = limit if num_tokens is None else min(limit, num_tokens)
-        if stop < self.block_size:
+        if stop < self.block_size or sequence.single_block_id in self._stale_rows:
             return
+        self.block_manager.set_time(self._clock())
         blocks = self.block_manager.adopt(state.block_ids)
         try:
             self.block_manager.cache(
@@ -284,6 +291,9 @@ class RankKV(KVCacheManager):
 
     def reset_prefix_cache(self) -> list[int]:
         """See KVCacheManager."""
+        self._stale_rows.update(
+            row for row, held in enumerate(self._sequences) if held and held.kv_state.num_blocks
+        )
         return [self.block_manager.reset_prefix_cache()]
 
     @property
@@ -367,6 +377,7 @@ class RankKV(KVCacheManager):
             self.block_manager.adopt(self.tables.truncate(row, 0)).release()
             self.single_block_manager.adopt(np.array([row], np.int32)).release()
             self._sequences[row] = None
+            self._stale_rows.discard(row)
             if not self.single_block_manager.num_used_blocks:
                 self._has_forks = False
         sequence.forget()
@@ -385,7 +396,8 @@ class RankKV(KVCacheManager):
             if index < state.num_blocks:
                 block_id = int(state.block_ids[index])
                 if block_id not in uses:
-                    uses[block_id] = int(self.block_manager.use_counts(state.block_ids)[index])
+                    one = state.block_ids[index : index + 1]
+                    uses[block_id] = int(self.block_manager.use_counts(one)[0])
                 if uses[block_id] > 1:
                     due.append((sequence, index))
                     uses[block_id] -= 1

@@ -96,8 +96,6 @@ class RankService:
                 return self.kv.get_swap_block_transfer_infos()[0]
             case "ack_swaps":
                 self.kv.ack_swaps()
-            case "explain":
-                return self.kv.explain(self._sequence(call.driver_id, call.updates[0]))
             case "submit":
                 self._running_engine().submit(call.argument, call.driver_id)
             case "abort":
@@ -106,7 +104,7 @@ class RankService:
                 return self._run_on_sequences(call)
         return None
 
-    def _run_on_sequences(self, call: Call) -> bool:
+    def _run_on_sequences(self, call: Call) -> object:
         sequences: list[Sequence] = []
         try:
             sequences += (self._sequence(call.driver_id, update) for update in call.updates)
@@ -117,12 +115,13 @@ class RankService:
                     self.kv.allocate_shared(sequences[0])
                 case "cache":
                     self.kv.cache(sequences[0], call.argument)
-                case "release" if call.argument:
-                    self.kv.deallocate(sequences)
                 case "release":
-                    self.kv.deallocate_without_cache(sequences)
+                    kv = self.kv
+                    (kv.deallocate if call.argument else kv.deallocate_without_cache)(sequences)
                 case "fork":
                     self.kv.fork(*sequences)
+                case "explain":
+                    return self.kv.explain(sequences[0])
                 case "undo":
                     undo(self.kv, sequences, call.argument)
                 case _:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import heapq
 import importlib
+import itertools
+import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -46,7 +48,13 @@ class Released:
 
 
 class EvictionPolicy(ABC):
-    """Says what released stretches are worth. Chosen by name, or as ``module:Class``."""
+    """Says what released stretches are worth. Chosen by name, or as ``module:Class``.
+
+    Attributes:
+        heeds_priorities: whether a stretch is to be scored again when its priority ends.
+    """
+
+    heeds_priorities = False
 
     @abstractmethod
     def scores(self, released: Released) -> NDArray[np.float64]:
@@ -79,6 +87,8 @@ class PriorityPolicy(EvictionPolicy):
     The idea is TensorRT-LLM's KvCacheRetentionConfig.
     """
 
+    heeds_priorities = True
+
     def scores(self, released: Released) -> NDArray[np.float64]:
         """See EvictionPolicy."""
         return np.ldexp(released.priorities.astype(np.float64), 44) + released.stamps
@@ -96,8 +106,12 @@ class EvictionOrder(ABC):
         """Runs to cut next, each with the length it may be cut to; resumes after each cut."""
 
     @abstractmethod
-    def compact(self, live: Iterable[Run]) -> None:
-        """Drop entries of stretches that are gone, if they outnumber the others."""
+    def compact(self, live: Iterable[Run]) -> int:
+        """Drop entries of stretches that are gone, if they outnumber the others.
+
+        Returns:
+            How many stretches there are.
+        """
 
     @abstractmethod
     def stamps(self) -> set[int]:
@@ -133,11 +147,12 @@ class LruOrder(EvictionOrder):
             else:
                 queue.popleft()  # held again since, or just cut away
 
-    def compact(self, live: Iterable[Run]) -> None:
+    def compact(self, live: Iterable[Run]) -> int:
         """See EvictionOrder."""
         stamps = {stamp for run in live for _, stamp in run.tails}
         if len(self._queue) > 2 * len(stamps) + 64:
             self._queue = deque(entry for entry in self._queue if entry[1] in stamps)
+        return len(stamps)
 
     def stamps(self) -> set[int]:
         """See EvictionOrder."""
@@ -158,35 +173,36 @@ class ScoredOrder(EvictionOrder):
         self._num_blocks = num_blocks
         self._unscored: list[tuple[Run, int, int]] = []  # run, stamp, blocks published until then
         self._heap: list[_Entry] = []
-        self._blocked: dict[Run, list[_Entry]] = {}  # a child is in the way
+        self._blocked: dict[Run, list[_Entry]] = {}  # heaps; a child stands at the run's end
         self._expiries: list[_Entry] = []  # as the heap, by the time at which a priority ends
+        self._rescored: dict[int, float] = {}  # by stamp; other scores of it do not count
 
     def add(self, run: Run, stamp: int) -> None:
         """See EvictionOrder."""
         self._unscored.append((run, stamp, self._num_published))
-        if run.retention.duration_s is not None:
+        if run.retention.duration_s is not None and self._policy.heeds_priorities:
             heapq.heappush(self._expiries, (run.expires_s, stamp, run))
         if len(self._unscored) >= _MAX_UNSCORED:
             self._score()
 
     def victims(self, now_s: float) -> Iterator[tuple[Run, int]]:
         """See EvictionOrder."""
-        while self._expiries and self._expiries[0][0] <= now_s:
-            _, stamp, run = heapq.heappop(self._expiries)
-            if run.has_tail(stamp) and run.expires_s <= now_s:
-                run.retention = DEFAULT_RETENTION
-                self._unscored.append((run, stamp, self._num_published))
+        self._expire(now_s)
         self._score()
         while self._heap:
-            entry = self._heap[0]
-            _, stamp, run = entry
-            floor = max(run.tails[0][0], run.deepest_child()) if run.has_tail(stamp) else None
-            if floor is not None and floor < run.length:
-                yield run, floor
+            score, stamp, run = self._heap[0]
+            gone = not run.has_tail(stamp)
+            if gone or self._rescored.get(stamp, score) != score:
+                heapq.heappop(self._heap)
+                if gone:
+                    self._rescored.pop(stamp, None)
+                self._unblock(run)  # another stretch of it may wait behind this one
                 continue
-            heapq.heappop(self._heap)
-            if floor is not None:
-                self._blocked.setdefault(run, []).append(entry)
+            floor = max(run.tails[0][0], run.deepest_child())
+            if floor < run.length:
+                yield run, floor
+            else:
+                heapq.heappush(self._blocked.setdefault(run, []), heapq.heappop(self._heap))
 
     def published(self, num_blocks: int) -> None:
         """See EvictionOrder."""
@@ -194,16 +210,21 @@ class ScoredOrder(EvictionOrder):
 
     def child_removed(self, run: Run) -> None:
         """See EvictionOrder."""
-        for entry in self._blocked.pop(run, ()):
-            heapq.heappush(self._heap, entry)
+        if run in self._blocked and run.deepest_child() < run.length:
+            self._unblock(run)
 
-    def compact(self, live: Iterable[Run]) -> None:
+    def compact(self, live: Iterable[Run]) -> int:
         """See EvictionOrder."""
         stamps = {stamp for run in live for _, stamp in run.tails}
-        if len(self._heap) + len(self._expiries) > 4 * len(stamps) + 64:
+        num_blocked = sum(map(len, self._blocked.values()))
+        if len(self._heap) + num_blocked + len(self._expiries) > 4 * len(stamps) + 64:
+            self._heap += itertools.chain(*self._blocked.values())
+            self._blocked.clear()
             for heap in (self._heap, self._expiries):
                 heap[:] = [entry for entry in heap if entry[1] in stamps]
                 heapq.heapify(heap)
+            self._rescored = {s: score for s, score in self._rescored.items() if s in stamps}
+        return len(stamps)
 
     def stamps(self) -> set[int]:
         """See EvictionOrder."""
@@ -211,27 +232,60 @@ class ScoredOrder(EvictionOrder):
         scored = {stamp for _, stamp, _ in (*self._heap, *blocked)}
         return scored | {stamp for _, stamp, _ in self._unscored}
 
+    def _unblock(self, run: Run) -> None:
+        """Let the least of a run's blocked stretches stand for it; the others wait behind it."""
+        blocked = self._blocked.get(run)
+        if blocked:
+            heapq.heappush(self._heap, heapq.heappop(blocked))
+            if not blocked:
+                del self._blocked[run]
+
+    def _expire(self, now_s: float) -> None:
+        """Have the stretches scored again whose priority has ended."""
+        while self._expiries and self._expiries[0][0] <= now_s:
+            _, stamp, run = heapq.heappop(self._expiries)
+            if run.has_tail(stamp) and run.expires_s <= now_s:
+                run.retention = DEFAULT_RETENTION
+                self._rescored[stamp] = math.nan
+                self._unscored.append((run, stamp, self._num_published))
+
     def _score(self) -> None:
         """Score what was released since; a run that was released twice, in two rounds."""
-        waiting, self._unscored = self._unscored, []
-        while waiting:
-            first: dict[Run, tuple[Run, int, int]] = {}
-            again = [entry for entry in waiting if first.setdefault(entry[0], entry) is not entry]
-            runs, stamps, published = zip(*first.values(), strict=True)
+        if not self._unscored:
+            return
+        rounds: list[list[tuple[Run, int, int]]] = []
+        times: dict[Run, int] = {}
+        for entry in self._unscored:
+            index = times[entry[0]] = times.get(entry[0], -1) + 1
+            if index == len(rounds):
+                rounds.append([])
+            rounds[index].append(entry)
+        self._unscored = []
+        runs, stamps, published = zip(*itertools.chain(*rounds), strict=True)
+        turnovers = np.array(published) / self._num_blocks
+        depths = np.array([run.depth for run in runs], np.int64)
+        priorities = np.array([run.retention.priority for run in runs], np.int64)
+        stop = 0
+        for entries in rounds:
+            start, stop = stop, stop + len(entries)
             scores = self._policy.scores(
                 Released(
-                    stamps=np.array(stamps, np.int64),
-                    turnovers=np.array(published) / self._num_blocks,
-                    last_scores=np.array([run.score for run in runs]),
-                    depths=np.array([run.depth for run in runs], np.int64),
-                    priorities=np.array([run.retention.priority for run in runs], np.int64),
+                    np.array(stamps[start:stop], np.int64),
+                    turnovers[start:stop],
+                    np.array([run.score for run in runs[start:stop]]),
+                    depths[start:stop],
+                    priorities[start:stop],
                 )
             )
-            for run, stamp, score in zip(runs, stamps, scores.tolist(), strict=True):
-                run.score = score
-                if run.has_tail(stamp):
-                    heapq.heappush(self._heap, (score, stamp, run))
-            waiting = again
+            for (run, stamp, _), score in zip(entries, scores.tolist(), strict=True):
+                self._put(run, stamp, score)
+
+    def _put(self, run: Run, stamp: int, score: float) -> None:
+        run.score = score
+        if run.has_tail(stamp):
+            if stamp in self._rescored:
+                self._rescored[stamp] = score
+            heapq.heappush(self._heap, (score, stamp, run))
 
 
 def make_order(eviction: str, num_blocks: int) -> EvictionOrder:
@@ -250,7 +304,7 @@ def make_order(eviction: str, num_blocks: int) -> EvictionOrder:
         raise ConfigError(f"eviction is {eviction!r}, but known are {known}, or module:Class")
     try:
         policy = getattr(importlib.import_module(module), name)()
-    except (ImportError, AttributeError, TypeError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"eviction {eviction!r} cannot be loaded: {error}") from None
     if not isinstance(policy, EvictionPolicy):
         raise ConfigError(f"eviction {eviction!r} is no raykv.core.eviction.EvictionPolicy")

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice, zip_longest
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .namespace import Namespace
+from .namespace import MultimodalItems, Namespace
 from .prefix_cache import path_length
-from .runs import Run
+from .runs import Root, Run
 
 if TYPE_CHECKING:
     from .prefix_cache import PrefixCache
@@ -48,9 +49,9 @@ class MissReport:
             text goes on otherwise; ``other_namespace``: it is cached, for somebody else;
             ``never_seen``; ``cache_off``.
         num_hit_tokens: tokens that were hit.
-        token_position: the first token at which prompt and cache differ; for the other reasons the
-            first token that was not hit.
-        cached_tokens: for ``diverged``, what the cache has from there on.
+        token_position: the first token at which prompt and cache differ, in tokens or images; for
+            the other reasons the first token that was not hit.
+        cached_tokens: for ``diverged``, what the cache has from there on in its block.
         prompt_tokens: what the prompt has from there on.
         namespace: for ``other_namespace``, whose it is.
         seq_id: for ``not_computed_yet``, who is about to compute it.
@@ -65,7 +66,10 @@ class MissReport:
     seq_id: Hashable = None
 
     def __str__(self) -> str:
-        return f"hit {self.num_hit_tokens} tokens: " + _TEXTS[self.reason].format(
+        text = _TEXTS[self.reason]
+        if self.reason == "diverged" and self.cached_tokens[:1] == self.prompt_tokens[:1]:
+            text = "at token {at} the same tokens stand for another image"
+        return f"hit {self.num_hit_tokens} tokens: " + text.format(
             at=self.token_position,
             cached=list(self.cached_tokens),
             prompt=list(self.prompt_tokens),
@@ -103,22 +107,22 @@ def explain(
         others: running sequences that may be computing the same text.
     """
     size, hit = cache.block_size, num_hit_blocks * cache.block_size
-    if num_hit_blocks >= (len(tokens) - 1) // size:
-        kept = len(tokens) % size == 0
-        return MissReport("last_token_kept" if kept else "complete", hit, hit)
     following = tokens[: hit + size]
+    if len(following) < hit + size:
+        return MissReport("complete", hit, hit)
+    is_cached = path_length(cache.find(following, namespace)) > num_hit_blocks
+    if is_cached and len(following) == len(tokens):
+        return MissReport("last_token_kept", hit, hit)
     for other in others:
         if _is_computing(other, following, namespace):
             return MissReport("not_computed_yet", hit, hit, seq_id=other.seq_id)
-    path = cache.find(tokens[:hit], namespace)
-    run, at = path[-1] if path else (cache.roots.get(namespace.root), 0)
-    if run is not None and path_length(path) == num_hit_blocks:
-        if cache.was_evicted(run, at, following[hit:], namespace.items(hit, hit + size)):
-            return MissReport("evicted", hit, hit)
-        report = _divergence(run, at, tokens[hit : hit + size], hit)
-        if report is not None:
-            return report
-    return _elsewhere(cache, tokens, hit) or MissReport("never_seen", hit, hit)
+    if is_cached:  # published since
+        return MissReport("not_computed_yet", hit, hit)
+    return (
+        _nearby(cache, following, namespace, num_hit_blocks)
+        or _elsewhere(cache, tokens, namespace, hit)
+        or MissReport("never_seen", hit, hit)
+    )
 
 
 def _is_computing(other: TokenRow, following: NDArray[np.int32], namespace: Namespace) -> bool:
@@ -131,39 +135,74 @@ def _is_computing(other: TokenRow, following: NDArray[np.int32], namespace: Name
     )
 
 
-def _divergence(run: Run, at: int, prompt: NDArray[np.int32], hit: int) -> MissReport | None:
+def _nearby(
+    cache: PrefixCache, following: NDArray[np.int32], namespace: Namespace, num_hit_blocks: int
+) -> MissReport | None:
+    """What happened right behind the hit, or stands there instead."""
+    size, hit = cache.block_size, num_hit_blocks * cache.block_size
+    path = cache.find(following[:hit], namespace)
+    if path_length(path) < num_hit_blocks:
+        return None  # what was hit is gone itself
+    run: Run  # a tree without runs is forgotten, but not what was evicted from it
+    run, at = path[-1] if path else (cache.roots.get(namespace.root) or Root(namespace.root), 0)
+    prompt, items = following[hit:], namespace.items(hit, hit + size)
+    if cache.was_evicted(run, at, prompt, items):
+        return MissReport("evicted", hit, hit)
+    return _divergence(run, at, prompt, items, hit)
+
+
+def _divergence(
+    run: Run, at: int, prompt: NDArray[np.int32], items: MultimodalItems, hit: int
+) -> MissReport | None:
     """The cached neighbour that shares most tokens with the prompt's next block."""
-    best, common = None, -1
-    for block in _next_blocks(run, at, len(prompt)):
-        same = int((block != prompt).argmax()) if (block != prompt).any() else len(prompt)
-        if same > common:
-            best, common = block, same
-    # Right at the root everything else is a neighbour; that says nothing unless tokens are shared.
-    if best is None or (hit == 0 and common == 0):
+    size = len(prompt)
+    blocks = list(_next_blocks(run, at, hit, size))
+    if not blocks:
         return None
-    if common == len(prompt):  # published since
-        return MissReport("not_computed_yet", hit, hit)
+    rows = np.frombuffer(b"".join(tokens for tokens, _ in blocks), np.int32).reshape(-1, size)
+    differs = rows != prompt
+    num_equal = np.where(differs.any(axis=1), differs.argmax(axis=1), size)
+    # Right at the root everything else is a neighbour; that says nothing unless tokens are shared.
+    if hit == 0 and not num_equal.any():
+        return None
+    common = np.array([_first_difference(items, theirs, hit + size) - hit for _, theirs in blocks])
+    common = np.minimum(common, num_equal)
+    best = int((common * (size + 1) + num_equal).argmax())
+    first = int(common[best])
     return MissReport(
         "diverged",
         hit,
-        hit + common,
-        cached_tokens=tuple(best[common : common + _NUM_SHOWN].tolist()),
-        prompt_tokens=tuple(prompt[common : common + _NUM_SHOWN].tolist()),
+        hit + first,
+        cached_tokens=tuple(rows[best, first : first + _NUM_SHOWN].tolist()),
+        prompt_tokens=tuple(prompt[first : first + _NUM_SHOWN].tolist()),
     )
 
 
-def _next_blocks(run: Run, at: int, size: int) -> Iterator[NDArray[np.int32]]:
-    """What the cache has behind the first ``at`` blocks of a run."""
+def _next_blocks(
+    run: Run, at: int, start: int, size: int
+) -> Iterator[tuple[bytes, MultimodalItems]]:
+    """What the cache has behind the first ``at`` blocks of a run: tokens and items."""
     if at < run.length:
-        yield np.frombuffer(bytes(run.tokens[4 * at * size : 4 * (at + 1) * size]), np.int32)
-    for (offset, first, _), _ in zip(run.children, range(_MAX_NEIGHBOURS), strict=False):
+        items = tuple(item for item in run.items if start <= item[0] < start + size)
+        yield bytes(run.tokens[4 * at * size : 4 * (at + 1) * size]), items
+    for offset, first, items in islice(run.children, _MAX_NEIGHBOURS):
         if offset == at:
-            yield np.frombuffer(first, np.int32)
+            yield first, items
 
 
-def _elsewhere(cache: PrefixCache, tokens: NDArray[np.int32], hit: int) -> MissReport | None:
+def _first_difference(ours: MultimodalItems, theirs: MultimodalItems, stop: int) -> int:
+    """The first token offset at which items differ, ``stop`` if they do not."""
+    for mine, other in zip_longest(ours, theirs, fillvalue=(stop, 0)):
+        if mine != other:
+            return min(mine[0], other[0])
+    return stop
+
+
+def _elsewhere(
+    cache: PrefixCache, tokens: NDArray[np.int32], namespace: Namespace, hit: int
+) -> MissReport | None:
     for root in cache.roots:
-        other = Namespace(*root)
+        other = Namespace(*root, multimodal=namespace.multimodal)
         if path_length(cache.find(tokens, other)) * cache.block_size > hit:
             return MissReport("other_namespace", hit, hit, namespace=other)
     return None

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections import OrderedDict
 from collections.abc import Hashable
 
 import numpy as np
@@ -61,7 +62,10 @@ class PrefixCache:
         self._compact_at = 64
         self._serials = itertools.count()
         # Where evicted blocks stood: (run, blocks before, tokens, items), oldest first.
-        self._ghosts: dict[tuple[Hashable, int, bytes, MultimodalItems], None] = {}
+        # Ordered, since a dict takes ever longer to find its first entry as old ones are deleted.
+        self._ghosts: OrderedDict[tuple[Hashable, int, bytes, MultimodalItems], None] = (
+            OrderedDict()
+        )
         self._max_ghosts = max(64, len(ledger.counts) // 64)
 
     def __len__(self) -> int:
@@ -137,16 +141,9 @@ class PrefixCache:
             if count <= protected:
                 continue
             evictable -= count - protected
-            tails = run.tails
-            while tails and tails[-1][0] < count:
-                end = tails[-2][0] if len(tails) > 1 else run.length
-                if end > count:
-                    tails[-1][0] = count
-                    break
-                del tails[-1]
             if not protected and run.depth:
                 parents.append(run.anchor())
-            run.protected = count
+            run.take_back(count)
         self.num_evictable = evictable
         if parents:
             self._counts[parents] += PIN  # all distinct, for each run of a path has its own parent
@@ -165,14 +162,13 @@ class PrefixCache:
         while heap:
             run = self._run(heapq.heappop(heap)[1])
             old = run.protected
-            new = self._last_held(run)
+            new = self._last_held(run, len(ids))
             if new == old:
                 continue
             self._clock += 1
-            run.tails.append([new, self._clock])
+            run.let_go(new, self._clock)
             self._order.add(run, self._clock)
             self.num_evictable += old - new
-            run.protected = new
             if new == 0 and run.depth:
                 anchor = run.anchor()
                 self._counts[anchor] -= PIN
@@ -182,8 +178,9 @@ class PrefixCache:
                     touched.add(parent.index)
                     heapq.heappush(heap, (-parent.depth, parent.index))
         if self._clock >= self._compact_at:
-            self._order.compact(run for run in self._runs if run is not None)
-            self._compact_at = self._clock + 2 * len(self._runs) + 64
+            # As much is released until the next time as there is to look through at this time.
+            num_live = self._order.compact(run for run in self._runs if run is not None)
+            self._compact_at = self._clock + 2 * max(num_live, len(self._runs)) + 64
 
     def evict(self, num_blocks: int) -> Index:
         """Forget the least recently released evictable blocks; return their ids.
@@ -276,18 +273,22 @@ class PrefixCache:
         """Where a prompt leaves a run for a child, found without looking for the difference.
 
         No child begins like the run itself goes on. So if the prompt is equal up to a child's
-        offset and goes on like the child, that is where it leaves. Tried for few offsets only.
+        offset and goes on like the child, that is where it leaves. Tried for few children only.
         """
-        if len(run.anchors) > _MAX_TRIED or run.items:
+        if len(run.children) > _MAX_TRIED or run.items:
             return None, 0
         size = self.block_size
         begin = start * size
-        for at in run.anchors:
+        for child in run.children.values():
+            at, first, items = child.key
             end = begin + at * size
-            if start + at < stop:
-                child = run.children.get((at, tokens[end : end + size].tobytes(), ()))
-                if child is not None and run.tokens.startswith(tokens[begin:end]):
-                    return child, at
+            if (
+                start + at < stop
+                and tokens[end : end + size].tobytes() == first
+                and not items
+                and run.tokens.startswith(tokens[begin:end])
+            ):
+                return child, at
         return None, 0
 
     def _key(self, tokens: memoryview, block: int, at: int, namespace: Namespace) -> ChildKey:
@@ -310,7 +311,6 @@ class PrefixCache:
     def _new_run(self, parent: Run, key: ChildKey, at: int) -> Run:
         index = self._free_indices.pop() if self._free_indices else len(self._runs)
         run = Run(parent, key, parent.depth + at, index)
-        run.serial = next(self._serials)
         if index == len(self._runs):
             self._runs.append(run)
         else:
@@ -330,27 +330,39 @@ class PrefixCache:
         if isinstance(parent, Root) and not parent.children:
             del self.roots[parent.root_key]
 
-    def _last_held(self, run: Run) -> int:
-        """Where ``protected`` belongs: behind the last held block of those it covers."""
-        if run.protected == 0:
-            return 0
-        held = self._counts[run.ids[: run.protected]][::-1] > 0
-        behind = int(held.argmax())  # on booleans argmax stops at the first True
-        return run.protected - behind if held[behind] else 0
+    def _last_held(self, run: Run, width: int) -> int:
+        """Where ``protected`` belongs: behind the last held block of those it covers.
+
+        Looks at the last ``width`` + 1 blocks, then at twice as many: what it costs depends on how
+        many were let go, not on how many are held.
+        """
+        stop = run.protected
+        width += 1
+        while stop:
+            start = max(0, stop - width)
+            held = self._counts[run.ids[start:stop]][::-1] > 0
+            behind = int(held.argmax())  # on booleans argmax stops at the first True
+            if held[behind]:
+                return stop - behind
+            stop, width = start, 2 * width
+        return 0
 
     def _remember(self, run: Run, length: int) -> None:
         """Note what stood behind the first ``length`` blocks of a run that is being cut there."""
+        after = run if length else run.parent
+        assert after is not None, "roots hold no blocks"
+        if after.serial is None:
+            after.serial = next(self._serials)
         if length:
             start, stop = length * self.block_size, (length + 1) * self.block_size
             behind = self.block_size * run.depth
             items = tuple(i for i in run.items if start <= i[0] - behind < stop)
-            ghost = (run.serial, length, bytes(run.tokens[4 * start : 4 * stop]), items)
+            ghost = (after.serial, length, bytes(run.tokens[4 * start : 4 * stop]), items)
         else:
-            assert run.parent is not None, "roots hold no blocks"
-            ghost = (run.parent.serial, *run.key)
+            ghost = (after.serial, *run.key)
         self._ghosts[ghost] = None
         if len(self._ghosts) > self._max_ghosts:
-            del self._ghosts[next(iter(self._ghosts))]
+            self._ghosts.popitem(last=False)
 
     def check_integrity(self) -> None:
         """Walk the whole tree and compare it with the arrays, marks and stamps.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 
 import numpy as np
 
@@ -15,7 +16,47 @@ from .tokens import NO_INDEX, Index
 ChildKey = tuple[int, bytes, MultimodalItems]
 """Blocks of the parent before the child, the child's first block's tokens, and its items."""
 
+Tails = list[tuple[int, int]]
+
 _TOKEN_BYTES = 4
+# What most runs have none of; shared by them and never written to.
+_NO_CHILDREN: dict[ChildKey, Run] = {}
+_NO_TAILS: Tails = []
+_NO_SCORE = -math.inf
+
+
+class Anchors:
+    """Per block offset, how many children of a run hang there; kept for who asks for the deepest.
+
+    Attributes:
+        counts: by offset. Offsets without children stay until they surface in the heap, so that
+            none stands in it twice.
+    """
+
+    __slots__ = ("_heap", "counts")
+
+    def __init__(self, offsets: Iterable[int]) -> None:
+        self.counts: dict[int, int] = {}
+        self._heap: list[int] = []  # of negated offsets
+        for offset in offsets:
+            self.add(offset)
+
+    def add(self, offset: int) -> None:
+        """Count one more child."""
+        if offset not in self.counts:
+            self.counts[offset] = 0
+            heapq.heappush(self._heap, -offset)
+        self.counts[offset] += 1
+
+    def remove(self, offset: int) -> None:
+        """Count one less."""
+        self.counts[offset] -= 1
+
+    def deepest(self) -> int:
+        """The largest offset of a child, 0 if there is none; amortised over their removals."""
+        while self._heap and not self.counts[-self._heap[0]]:
+            del self.counts[-heapq.heappop(self._heap)]
+        return -self._heap[0] if self._heap else 0
 
 
 class Run:
@@ -25,7 +66,8 @@ class Run:
         parent: the run that this one continues, None for a root.
         key: where it hangs in ``parent.children``.
         depth: blocks before the run, counted from the root.
-        serial: tells it from every other run of the cache, past ones too; a root's key.
+        serial: tells it from every other run of the cache, past ones too; a root's key. None until
+            something behind one of its blocks is evicted.
         index: what ``PrefixCache.run_of`` holds for its blocks.
         tokens: the int32 tokens of its blocks as bytes, a copy of its own. Bytes, since these
             compare with a prompt at the speed of memcmp and without any temporary array.
@@ -35,16 +77,16 @@ class Run:
         children: the runs that branch off, one entry each.
         protected: leading blocks that are held: referenced, or an ancestor of a child with
             protected blocks. The blocks [protected, length) are the evictable ones.
-        anchors: per block offset at which children hang, how many.
+        anchors: where children hang; None until an eviction policy asks for the deepest.
         retention: how dearly it is kept; ``expires_s`` is when that ends.
         score: what the eviction policy gave it last.
-        tails: ``[start, stamp]`` of the evictable stretches, deepest first. A stretch ends where
+        tails: ``(start, stamp)`` of the evictable stretches, deepest first. A stretch ends where
             the one before it in the list starts; stamps grow along the list.
     """
 
     __slots__ = (
-        "_offsets", "anchors", "children", "depth", "expires_s", "ids", "index", "items", "key",
-        "length", "parent", "protected", "retention", "score", "serial", "tails", "tokens",
+        "anchors", "children", "depth", "expires_s", "ids", "index", "items", "key", "length",
+        "parent", "protected", "retention", "score", "serial", "tails", "tokens",
     )  # fmt: skip
 
     def __init__(self, parent: Run | None, key: ChildKey, depth: int, index: int) -> None:
@@ -57,14 +99,13 @@ class Run:
         self.ids: Index = NO_INDEX
         self.length = 0
         self.items: MultimodalItems = ()
-        self.children: dict[ChildKey, Run] = {}
+        self.children = _NO_CHILDREN
         self.protected = 0
-        self.tails: list[list[int]] = []
-        self.anchors: dict[int, int] = {}
-        self._offsets: list[int] = []  # heap of negated keys of anchors, some gone
+        self.tails = _NO_TAILS
+        self.anchors: Anchors | None = None
         self.retention = DEFAULT_RETENTION
         self.expires_s = math.inf
-        self.score = -math.inf
+        self.score = _NO_SCORE
 
     @property
     def offset(self) -> int:
@@ -78,24 +119,47 @@ class Run:
 
     def add_child(self, child: Run) -> None:
         """Hang a run below this one, at ``child.key``."""
-        self.children[child.key] = child
-        count = self.anchors.get(child.offset, 0)
-        self.anchors[child.offset] = count + 1
-        if not count:
-            heapq.heappush(self._offsets, -child.offset)
+        if self.children:
+            self.children[child.key] = child
+        else:
+            self.children = {child.key: child}
+        if self.anchors is not None:
+            self.anchors.add(child.offset)
 
     def remove_child(self, child: Run) -> None:
         """Take a run off."""
         del self.children[child.key]
-        self.anchors[child.offset] -= 1
-        if not self.anchors[child.offset]:
-            del self.anchors[child.offset]
+        if not self.children:
+            self.children, self.anchors = _NO_CHILDREN, None
+        elif self.anchors is not None:
+            self.anchors.remove(child.offset)
 
     def deepest_child(self) -> int:
         """The largest offset of a child, 0 if there is none; amortised over their removals."""
-        while self._offsets and -self._offsets[0] not in self.anchors:
-            heapq.heappop(self._offsets)
-        return -self._offsets[0] if self._offsets else 0
+        if not self.children:
+            return 0
+        if self.anchors is None:
+            self.anchors = Anchors(offset for offset, _, _ in self.children)
+        return self.anchors.deepest()
+
+    def let_go(self, start: int, stamp: int) -> None:
+        """The blocks [start, protected) have lost their last holder."""
+        if self.tails:
+            self.tails.append((start, stamp))
+        else:
+            self.tails = [(start, stamp)]
+        self.protected = start
+
+    def take_back(self, stop: int) -> None:
+        """The leading ``stop`` blocks, more than are protected, have a holder again."""
+        tails = self.tails
+        while tails:
+            end = tails[-2][0] if len(tails) > 1 else self.length
+            if end > stop:
+                tails[-1] = (stop, tails[-1][1])
+                break
+            tails.pop()
+        self.protected = stop
 
     def retain(self, retention: Retention, now_s: float) -> None:
         """Keep the run this dearly from now on."""
@@ -104,7 +168,10 @@ class Run:
 
     def has_tail(self, stamp: int) -> bool:
         """Whether the stretch with this stamp is still evictable."""
-        return any(stamp == live for _, live in self.tails)
+        tails = self.tails
+        if not tails or stamp > tails[-1][1]:
+            return False
+        return tails[bisect.bisect_left(tails, stamp, key=_stamp)][1] == stamp
 
     def common_blocks(
         self, tokens: memoryview, start: int, stop: int, size: int, namespace: Namespace
@@ -166,6 +233,10 @@ class Run:
         ids = np.empty(capacity, np.int64)
         ids[: self.length] = self.ids[: self.length]
         self.ids = ids
+
+
+def _stamp(tail: tuple[int, int]) -> int:
+    return tail[1]
 
 
 def _first_difference(ours: MultimodalItems, theirs: MultimodalItems) -> int | None:

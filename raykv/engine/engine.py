@@ -213,8 +213,10 @@ class Engine:
         """Do the block copies that forked sequences need before they write."""
         [swaps] = self.kv.get_swap_block_transfer_infos()
         if swaps:
-            self.model.copy_blocks(*zip(*swaps, strict=True))
-            self.kv.ack_swaps()
+            try:
+                self.model.copy_blocks(*zip(*swaps, strict=True))
+            finally:  # a copy that failed ends its sequences, so nothing waits for it
+                self.kv.ack_swaps()
 
     def _batch(self, step: list[tuple[Task, int]]) -> StepBatch:
         """Pack the step without padding; block tables are rows of the rank's dense array."""

@@ -158,7 +158,7 @@ class Scheduler:
 
         Those that find no place stay in line, and find the prompt in the prefix cache later.
         """
-        if task.request.params.n == 1 or task.sequence.num_tokens > task.sequence.num_prompt_tokens:
+        if not _will_fork(task):
             return []
         started = []
         for sample in [other for other in self.waiting if _is_same_prompt(task, other)]:
@@ -196,7 +196,7 @@ class Scheduler:
         for index, task in enumerate(self.waiting[: 1 + _MAX_LOOKAHEAD]):
             if index and self.waiting[0].num_bypassed >= _MAX_BYPASSES:
                 return None
-            if self._awaits_prefix(task.sequence) or not self._allocate(task):
+            if self._awaits(task) or not self._allocate(task):
                 continue
             if index:
                 self.waiting[0].num_bypassed += 1
@@ -214,6 +214,12 @@ class Scheduler:
         except Exception as error:  # noqa: BLE001 - the fault of this request alone
             self.failed.append((task, error))
             return False
+
+    def _awaits(self, task: Task) -> bool:
+        """Whether somebody who runs computes what this one could share."""
+        if any(_will_fork(other) and _is_same_prompt(other, task) for other in self.running):
+            return True
+        return self._awaits_prefix(task.sequence)
 
     def _awaits_prefix(self, sequence: Sequence) -> bool:
         """Whether a running sequence is about to publish a block that this one could share.
@@ -251,6 +257,12 @@ class Scheduler:
                     raise IntegrityError(f"scheduler: {task.sequence!r} has nothing to compute")
 
 
+def _will_fork(task: Task) -> bool:
+    """Whether other samples may start from this one, once its prompt is computed."""
+    sequence = task.sequence
+    return task.request.params.n > 1 and sequence.num_tokens == sequence.num_prompt_tokens
+
+
 def _is_same_prompt(task: Task, other: Task) -> bool:
     ours, theirs = task.request, other.request
     return (
@@ -258,6 +270,9 @@ def _is_same_prompt(task: Task, other: Task) -> bool:
         and task.driver_id == other.driver_id
         and bool(ours.prompt_id)
         and ours.prompt_id == theirs.prompt_id
+        # Ids are the callers' to choose, so they prove nothing.
+        and ours.namespace == theirs.namespace
+        and np.array_equal(ours.token_ids, theirs.token_ids)
     )
 
 

@@ -69,6 +69,8 @@ class ReferenceManager:
     """The obvious model of ``BlockManagerImpl``.
 
     Attributes:
+        is_lru: whether the oldest release must be evicted first; else any order is right that
+            takes children before parents and spares what is held.
         free: ids in the free list.
         handles: every unreleased handle; counts are derived from this list alone.
         tree: content name -> id.
@@ -79,6 +81,7 @@ class ReferenceManager:
     num_blocks: int
     block_size: int
     enable_prefix_cache: bool = True
+    is_lru: bool = True
     free: set[int] = field(default_factory=set)
     handles: list[Handle] = field(default_factory=list)
     tree: dict[Key, int] = field(default_factory=dict)
@@ -155,13 +158,13 @@ class ReferenceManager:
         return self._adopt(Handle(list(ids)))
 
     def check_victims(self, evicted: set[int]) -> None:
-        """Oldest release first; within one release no parent before its child."""
+        """No parent before its child, nothing held; for LRU the oldest release first."""
         evictable, key_of = self.evictable(), self.key_of
         if not evicted <= evictable:
             raise ReferenceViolationError(
                 f"evicted {sorted(evicted - evictable)}, which are not evictable"
             )
-        for victim in evicted:
+        for victim in evicted if self.is_lru else ():
             for kept in evictable - evicted:
                 if self.event_of[kept] < self.event_of[victim]:
                     raise ReferenceViolationError(

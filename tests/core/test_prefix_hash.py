@@ -180,3 +180,53 @@ def test_a_forced_collision_of_the_prefix_hash_gives_a_miss(monkeypatch):
     assert hit_ids(manager, run_of(2, 1, 2, 3), Namespace(tenant="a")) == []
     assert publish(manager, run_of(2, 7, 8, 9)) == [4, 5, 6]
     manager.check_integrity()
+
+
+STRUCTURED = {
+    "counting up": lambda: np.arange(16 * 4096),
+    "all the same": lambda: np.full(16 * 4096, 7),
+    "two tokens in turn": lambda: np.arange(16 * 4096) % 2,
+    "powers of two": lambda: 1 << (np.arange(16 * 4096) % 30),
+    "high halves only": lambda: (np.arange(16 * 4096) % 2**15) << 16,
+}
+
+
+@pytest.mark.parametrize("tokens", STRUCTURED.values(), ids=STRUCTURED)
+@pytest.mark.parametrize("lane", [0, 1])
+@pytest.mark.parametrize("shift", [0, 8, 28, 48, 56])
+def test_any_eight_bits_of_the_names_are_spread_evenly(tokens, lane, shift):
+    """Chi-square over 256 bins, 4,096 prefixes: 255 degrees of freedom, mean 255, deviation 23."""
+    hashes = PrefixHasher(16, b"seed").hashes(tokens())
+    bins = (hashes[:, lane] >> np.uint64(shift)) & np.uint64(255)
+    counts = np.bincount(bins.astype(np.int64), minlength=256)
+    chi_square = ((counts - 16) ** 2 / 16).sum()
+    assert 150 < chi_square < 390
+
+
+def test_the_lanes_are_independent_and_neighbours_differ_in_half_their_bits():
+    hashes = PrefixHasher(16, b"seed").hashes(np.arange(16 * 4096))
+    bits = np.unpackbits(np.ascontiguousarray(hashes).view(np.uint8), axis=1)
+    for first, second in [(bits[:, :64], bits[:, 64:]), (bits[1:], bits[:-1])]:
+        differing = (first != second).mean(axis=0)
+        assert 0.45 < differing.min() <= differing.max() < 0.55
+
+
+def test_matching_never_depends_on_the_hash(monkeypatch):
+    """One history with names as they are and with one name for everything: equal hits."""
+
+    def play() -> list[list[int]]:
+        rng = np.random.default_rng(0)
+        manager, hits = BlockManagerImpl(24, 2), []
+        for _ in range(300):
+            tokens = rng.integers(0, 2, rng.integers(1, 16)).tolist()
+            hits.append(hit_ids(manager, tokens))
+            publish(manager, tokens)
+            manager.prefix_hashes(tokens)
+        manager.check_integrity()
+        return hits
+
+    expected = play()
+    assert sum(map(len, expected)) > 300
+    constant = lambda self, tokens, **_: np.zeros((len(tokens) // self.block_size, 2), np.uint64)  # noqa: E731
+    monkeypatch.setattr(PrefixHasher, "hashes", constant)
+    assert play() == expected

@@ -59,6 +59,7 @@ class Managers(RuleBasedStateMachine):
     """Rules of two sorts: single calls with any handle, and sequences that live as real ones do."""
 
     manager_class = BlockManagerImpl
+    eviction = "lru"
 
     def __init__(self):
         super().__init__()
@@ -69,8 +70,8 @@ class Managers(RuleBasedStateMachine):
     @initialize(num_blocks=strategies.num_blocks, block_size=strategies.block_size)
     def start(self, num_blocks, block_size):
         self.block_size = block_size
-        self.real = self.manager_class(num_blocks, block_size)
-        self.model = ReferenceManager(num_blocks, block_size)
+        self.real = self.manager_class(num_blocks, block_size, eviction=self.eviction)
+        self.model = ReferenceManager(num_blocks, block_size, is_lru=self.eviction == "lru")
 
     # -- helpers -------------------------------------------------------------------------------
 
@@ -129,10 +130,12 @@ class Managers(RuleBasedStateMachine):
             expected = self.model.cache(tokens, pair.model, namespace)
         except ExpectedValueError:
             with pytest.raises(ValueError):
-                self.real.cache(tokens, pair.real, namespace=real_namespace(namespace))
+                self.publish_real(tokens, pair.real, real_namespace(namespace))
         else:
-            new = self.real.cache(tokens, pair.real, namespace=real_namespace(namespace))
-            assert new == expected
+            assert self.publish_real(tokens, pair.real, real_namespace(namespace)) == expected
+
+    def publish_real(self, tokens, blocks: Blocks, namespace) -> int:
+        return self.real.cache(tokens, blocks, namespace=namespace)
 
     def deallocate_pair(self, pair: Pair):
         try:

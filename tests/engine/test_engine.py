@@ -835,6 +835,19 @@ class Histories(RuleBasedStateMachine):
         tokens[:] = [5] * len(tokens)
         self.live[request.request_id] = Submitted(request, [], self.engine.limits.max_model_len)
 
+    @rule(tokens=prompts, params=params, namespace=namespaces, n=st.integers(2, 4))
+    def submit_samples(self, tokens, params, namespace, n):
+        name, row = str(next(self.names)), np.array(tokens, np.int32)
+        params = replace(params, n=n)
+        requests = [
+            GenerationRequest(f"{name}/{i}", row, params, namespace, i, prompt_id=name)
+            for i in range(n)
+        ]
+        self.engine.submit(requests)
+        for request in requests:
+            entry = Submitted(request, [], self.engine.limits.max_model_len)
+            self.live[request.request_id] = entry
+
     @rule(count=st.integers(1, 6))
     def step(self, count):
         for _ in range(count):
@@ -872,9 +885,10 @@ class Histories(RuleBasedStateMachine):
 
     def note_admissions(self):
         for task, _ in self.engine.model.step:
-            self.admitted.setdefault(
-                task.request.request_id, (len(task.request.token_ids), task.num_cached_tokens)
-            )
+            if task.miss is not None:  # a sample that was forked was not admitted
+                self.admitted.setdefault(
+                    task.request.request_id, (len(task.request.token_ids), task.num_cached_tokens)
+                )
 
     def take(self, deltas):
         self.note_admissions()

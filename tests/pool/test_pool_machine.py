@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -43,6 +45,8 @@ class PoolMachine(RuleBasedStateMachine):
         for pool, sequences in zip(self.pools, zip(*self.twins, strict=True), strict=False):
             pool.deallocate(sequences)
         for pool in self.pools:
+            pool.get_swap_block_transfer_infos()
+            pool.ack_swaps()
             total = pool.stats().total
             assert total.num_used_blocks == 0
             assert total.num_available_blocks == total.num_total_blocks
@@ -89,10 +93,22 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.twins)
     @rule(number=index, share=st.floats(0, 1))
     def compute(self, number, share):
+        first = self.pick(number)[0]
+        if self.owes_a_copy(first):
+            return
         for sequence in self.pick(number):
             state = sequence.kv_state
             covered = min(state.num_blocks * state.block_size, sequence.num_tokens)
             state.num_computed_tokens += int((covered - state.num_computed_tokens) * share)
+
+    def owes_a_copy(self, sequence):
+        """Whether it must not write before it is allocated."""
+        state = sequence.kv_state
+        if not state.num_blocks:
+            return False
+        manager = self.pools[0].ranks[sequence.dp_rank].kv.block_manager
+        at = state.num_computed_tokens // state.block_size
+        return bool((manager.use_counts(state.block_ids[at : at + 1]) > 1).any())
 
     @precondition(lambda self: self.twins)
     @rule(numbers=st.lists(index, min_size=1, max_size=5), token=st.integers(0, 1))
@@ -112,6 +128,39 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(numbers=st.lists(index, min_size=1, max_size=4), keep=st.booleans())
     def deallocate(self, numbers, keep):
         self.both("deallocate" if keep else "deallocate_without_cache", self.pick_some(numbers))
+
+    @precondition(lambda self: self.twins)
+    @rule(number=index, token=st.one_of(st.none(), st.integers(0, 1)))
+    def fork(self, number, token):
+        """With a token, the child writes at once: mostly to a block that both use."""
+        self.compute(number=number, share=1)
+        self.twins.append(tuple(sequence.fork() for sequence in self.pick(number)))
+        if token is not None:
+            for sequence in self.twins[-1]:
+                sequence.append(token)
+            self.both("allocate", self.twins[-1])
+
+    @rule(ack=st.booleans())
+    def swap(self, ack):
+        self.both("get_swap_block_transfer_infos")
+        if ack:
+            self.both("ack_swaps")
+
+    @precondition(lambda self: self.twins)
+    @rule(number=index)
+    def explain(self, number):
+        pair, reports = self.pick(number), []
+        for side, pool in enumerate(self.pools):
+            if pair[side].single_block_id is None:
+                with pytest.raises(RequestError):
+                    pool.explain(pair[side])
+                continue
+            report = pool.explain(pair[side])
+            assert report.num_hit_tokens <= pair[side].kv_state.num_computed_tokens
+            names = [twin[side].seq_id for twin in self.twins]
+            who = None if report.seq_id is None else names.index(report.seq_id)
+            reports.append(replace(report, seq_id=who))
+        assert reports == [] or reports[0] == reports[1]
 
     @rule()
     def reset_prefix_cache(self):
