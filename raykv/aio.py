@@ -11,13 +11,15 @@ from raykv.engine.params import GenerationRequest, SamplingParams, TokenDelta, T
 from raykv.generation import Batch
 
 if TYPE_CHECKING:
-    from raykv.pool import BlockManagerPool, Prompts
+    from raykv.pool import BlockManagerPool
+    from raykv.prompts import Prompts
 
 _THREADED = (
-    "abort", "allocate", "allocate_shared", "cache", "check_integrity", "close", "deallocate",
-    "deallocate_without_cache", "kv_cache_utilization", "num_available_blocks",
-    "num_blocks_in_prefix_cache", "num_free_blocks", "num_used_blocks", "reset_prefix_cache",
-    "select_rank", "stats", "try_allocate",
+    "abort", "ack_swaps", "allocate", "allocate_shared", "cache", "check_integrity", "close",
+    "deallocate", "deallocate_without_cache", "explain", "fork", "get_swap_block_transfer_infos",
+    "kv_cache_utilization", "num_available_blocks", "num_blocks_in_prefix_cache",
+    "num_free_blocks", "num_used_blocks", "reset_prefix_cache", "select_rank", "stats",
+    "try_allocate",
 )  # fmt: skip
 
 

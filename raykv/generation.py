@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import queue
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from raykv.engine.params import GenerationRequest, TokenDelta
+from raykv.engine.params import GenerationRequest, TokenDelta, TokenOutput
 from raykv.errors import NotSupportedError, RankUnavailableError, RaykvError, RequestError
 from raykv.rank_handle import Failed, RankHandle, Reply
 from raykv.routing import Router
@@ -212,6 +213,18 @@ class Generations:
             entry.listener(delta)
         except Exception:  # noqa: BLE001 - a fault of one caller must not stop the others' outputs
             _log.exception("the listener of request %s failed", delta.request_id)
+
+
+def collect(deltas: queue.SimpleQueue[TokenDelta], num_requests: int) -> dict[str, TokenOutput]:
+    """Wait for all outputs, by request id; raises the first error."""
+    outputs: dict[str, TokenOutput] = {}
+    while len(outputs) < num_requests:
+        delta = deltas.get()
+        if delta.error is not None:
+            raise delta.error
+        if delta.output is not None:
+            outputs[delta.request_id] = delta.output
+    return outputs
 
 
 def sample_id(request_id: str, index: int) -> str:

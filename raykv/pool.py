@@ -8,10 +8,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeAlias
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any, Self
 
 from raykv.aio import AsyncPool
 from raykv.config import PoolConfig
@@ -27,18 +24,15 @@ from raykv.core.kv_cache_manager import (
 from raykv.core.namespace import DEFAULT, Namespace, require_namespace
 from raykv.core.retention import DEFAULT_RETENTION, Retention
 from raykv.core.sequence import Sequence
-from raykv.core.tokens import TokenIds, as_tokens
 from raykv.engine.build import build_rank, load_tokenizer
 from raykv.engine.params import GenerationRequest, SamplingParams, TokenDelta, TokenOutput
 from raykv.engine.worker import RankWorker
 from raykv.errors import NotSupportedError, RankUnavailableError, RequestError
-from raykv.generation import Batch, Generations, Listener, sample_id
+from raykv.generation import Batch, Generations, Listener, collect, sample_id
 from raykv.local_rank import LocalRank
+from raykv.prompts import Prompts, token_rows
 from raykv.rank_handle import RankHandle, Reply, results
 from raykv.routing import Router
-
-Prompts: TypeAlias = str | TokenIds | SequenceOf[str | TokenIds]
-"""One prompt or several, each as text or token ids."""
 
 
 class BlockManagerPool(KVCacheManager):
@@ -191,7 +185,7 @@ class BlockManagerPool(KVCacheManager):
         batch = Batch(requests, [deltas.put] * len(requests), dp_rank)
         self.generations.start(batch)
         try:
-            outputs = _collect(deltas, len(requests))
+            outputs = collect(deltas, len(requests))
         except BaseException:
             self.generations.abandon(batch)
             raise
@@ -230,7 +224,9 @@ class BlockManagerPool(KVCacheManager):
         name = self.generations.new_id() if request_id is None else request_id
         if not isinstance(name, str):
             raise RequestError(f"request_id is {name!r}, but must be text")
-        rows = self._token_rows(prompts)
+        rows = token_rows(
+            prompts, lambda text: self.tokenizer.encode(text, add_special_tokens=False)
+        )
         names = [name] if len(rows) == 1 else [sample_id(name, i) for i in range(len(rows))]
         return [
             GenerationRequest(
@@ -382,33 +378,6 @@ class BlockManagerPool(KVCacheManager):
         ]
         results([_Forgetting(reply, group, self) for group, reply in replies])
 
-    def _token_rows(self, prompts: Prompts) -> list[NDArray[np.int32]]:
-        if isinstance(prompts, str):
-            rows: list[Any] = [prompts]
-        else:
-            if not isinstance(prompts, Iterable):
-                raise RequestError(
-                    f"prompts is a {type(prompts).__name__}: pass text, token ids, or several"
-                )
-            items = list(prompts)
-            if not items:
-                raise RequestError("there is no prompt: pass text, token ids, or a list of those")
-            is_row = not hasattr(items[0], "__len__")
-            rows = [prompts] if is_row else items
-        try:
-            encoded = [
-                self.tokenizer.encode(row, add_special_tokens=False)
-                if isinstance(row, str)
-                else row
-                for row in rows
-            ]
-            return [as_tokens(row).copy() for row in encoded]
-        except (ValueError, TypeError) as error:
-            raise RequestError(
-                f"a prompt is neither text nor token ids ({error}); for chat messages, use "
-                "pool.tokenizer.apply_chat_template first"
-            ) from None
-
 
 @dataclass(frozen=True, slots=True)
 class _Forgetting:
@@ -425,14 +394,3 @@ class _Forgetting:
             for sequence in self.sequences:
                 sequence.forget()
             self.pool.num_lost_sequences += len(self.sequences)
-
-
-def _collect(deltas: queue.SimpleQueue[TokenDelta], num_requests: int) -> dict[str, TokenOutput]:
-    outputs: dict[str, TokenOutput] = {}
-    while len(outputs) < num_requests:
-        delta = deltas.get()
-        if delta.error is not None:
-            raise delta.error
-        if delta.output is not None:
-            outputs[delta.request_id] = delta.output
-    return outputs

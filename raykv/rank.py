@@ -9,9 +9,6 @@ from typing import NamedTuple
 import numpy as np
 
 from raykv.config import PoolConfig
-from raykv.core.block_manager import BlockManagerImpl
-from raykv.core.block_tables import BlockTables
-from raykv.core.concurrent import ConcurrentBlockManagerImpl
 from raykv.core.copy_on_write import SwapList
 from raykv.core.explain import MissReport
 from raykv.core.kv_cache_manager import (
@@ -27,9 +24,9 @@ from raykv.core.manager import AdmitRequest
 from raykv.core.sequence import KVCacheState, Sequence
 from raykv.core.single import SingleBlockManager
 from raykv.core.tokens import NO_INDEX, BlockIds, Index
-from raykv.errors import ConfigError, IntegrityError, RequestError
-from raykv.memory.buffers import KVBuffers
+from raykv.errors import IntegrityError, RequestError
 from raykv.memory.spec import KVSpec
+from raykv.rank_build import make_block_manager, make_buffers, make_tables
 
 
 class _Growth(NamedTuple):
@@ -91,15 +88,7 @@ class RankKV(KVCacheManager):
         self.linear_state = None
         self.buffers = make_buffers(config, spec)
         self._max_tokens = config.max_tokens_per_sequence
-        max_blocks = -(-self._max_tokens // config.block_size)
-        try:
-            self.tables = BlockTables(config.num_single_blocks, max_blocks)
-        except (MemoryError, ValueError):
-            size = config.num_single_blocks * max_blocks * 4 / 2**30
-            raise ConfigError(
-                f"block tables of {config.num_single_blocks} rows and {max_blocks} blocks need "
-                f"{size:.1f} GiB: lower max_num_seqs or max_model_len"
-            ) from None
+        self.tables = make_tables(config)
         self._swaps = SwapList(self.block_manager)
         self._has_forks = False
         # Rows whose sequences held blocks at a reset. A copy on write would give them a fresh block
@@ -456,36 +445,6 @@ class RankKV(KVCacheManager):
                 f"{self.config.max_model_len}): shorten it, or raise num_blocks or max_model_len"
             )
         return -(-num_tokens // self.block_size)
-
-
-def make_block_manager(config: PoolConfig) -> BlockManagerImpl:
-    """Choose the manager as the seed's section 5.1 does."""
-    kind = ConcurrentBlockManagerImpl if config.disagg_pd else BlockManagerImpl
-    return kind(
-        config.num_blocks,
-        config.block_size,
-        enable_prefix_cache=config.enable_prefix_cache,
-        hash_seed=config.hash_seed,
-        eviction=config.eviction,
-    )
-
-
-def make_buffers(config: PoolConfig, spec: KVSpec | None) -> KVBuffers | None:
-    """The rank's K/V memory, or None if the configuration describes none."""
-    memory = config.memory
-    if memory is None:
-        return None
-    if spec is None:
-        if memory.num_layers is None or memory.num_kv_heads is None or memory.head_dim is None:
-            return None
-        spec = KVSpec.uniform(
-            memory.num_layers,
-            memory.num_kv_heads,
-            memory.head_dim,
-            config.block_size,
-            memory.dtype,
-        )
-    return KVBuffers(spec, config.num_blocks, device=memory.device)
 
 
 def _shareable(sequence: Sequence, block_size: int) -> BlockIds:

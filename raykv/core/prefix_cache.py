@@ -108,6 +108,8 @@ class PrefixCache:
         path = self._walk(tokens, namespace)
         done = path_length(path)
         if done == stop:
+            if path and retention is not DEFAULT_RETENTION:
+                path[-1][0].retain(retention, self.now_s)
             return 0
         new = ids[done:]
         cached = self.run_of[new] >= 0
@@ -121,7 +123,7 @@ class PrefixCache:
         run, at = path[-1] if path else (self._root(namespace), 0)
         if run.parent is None or at < run.length:
             run = self._new_run(run, self._key(tokens, done, at, namespace), at)
-        if retention is not run.retention:
+        if retention is not run.retention or retention.duration_s is not None:
             run.retain(retention, self.now_s)
         run.append(tokens[done * size :], new, namespace.items(done * size, stop * size))
         self.run_of[new] = run.index
@@ -224,6 +226,7 @@ class PrefixCache:
         self.roots.clear()
         self._runs.clear()
         self._free_indices.clear()
+        self._ghosts.clear()
         self._order = make_order(self._eviction, len(self._counts))
         return ids
 

@@ -85,9 +85,8 @@ def test_outputs_come_to_the_driver_that_asked(workers):
 def test_calls_run_on_the_owning_thread_between_steps(workers):
     worker = workers()
     model = worker.engine.model
-    submit(worker, ask("x", prompt(9), max_tokens=40, ignore_eos=True))
-    assert model.entered.wait(SOON_S)
     model.hold()
+    submit(worker, ask("x", prompt(9), max_tokens=40, ignore_eos=True))
     assert model.entered.wait(SOON_S)  # within a step now
     seen = []
     future = worker.call(lambda: seen.append(threading.current_thread().name))

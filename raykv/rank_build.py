@@ -1,0 +1,56 @@
+"""From a configuration to the parts of a rank (the seed's section 5.1)."""
+
+from raykv.config import PoolConfig
+from raykv.core.block_manager import BlockManagerImpl
+from raykv.core.block_tables import BlockTables
+from raykv.core.concurrent import ConcurrentBlockManagerImpl
+from raykv.errors import ConfigError
+from raykv.memory.buffers import KVBuffers
+from raykv.memory.spec import KVSpec
+
+
+def make_block_manager(config: PoolConfig) -> BlockManagerImpl:
+    """Choose the manager as the seed's section 5.1 does."""
+    kind = ConcurrentBlockManagerImpl if config.disagg_pd else BlockManagerImpl
+    return kind(
+        config.num_blocks,
+        config.block_size,
+        enable_prefix_cache=config.enable_prefix_cache,
+        hash_seed=config.hash_seed,
+        eviction=config.eviction,
+    )
+
+
+def make_buffers(config: PoolConfig, spec: KVSpec | None) -> KVBuffers | None:
+    """The rank's K/V memory, or None if the configuration describes none."""
+    memory = config.memory
+    if memory is None:
+        return None
+    if spec is None:
+        if memory.num_layers is None or memory.num_kv_heads is None or memory.head_dim is None:
+            return None
+        spec = KVSpec.uniform(
+            memory.num_layers,
+            memory.num_kv_heads,
+            memory.head_dim,
+            config.block_size,
+            memory.dtype,
+        )
+    return KVBuffers(spec, config.num_blocks, device=memory.device)
+
+
+def make_tables(config: PoolConfig) -> BlockTables:
+    """Block tables with a row per single block, as wide as the longest sequence.
+
+    Raises:
+        ConfigError: they do not fit into memory.
+    """
+    rows = config.num_single_blocks
+    max_blocks = -(-config.max_tokens_per_sequence // config.block_size)
+    try:
+        return BlockTables(rows, max_blocks)
+    except (MemoryError, ValueError):
+        raise ConfigError(
+            f"block tables of {rows} rows and {max_blocks} blocks need "
+            f"{rows * max_blocks * 4 / 2**30:.1f} GiB: lower max_num_seqs or max_model_len"
+        ) from None
