@@ -9,7 +9,7 @@ Eviction: the blocks behind ``protected`` form stretches stamped when they lost 
 Stamps never grow with depth, within a run (a shorter hit re-stamps only the front) and across
 runs (a parent is held as long as its child, and stamped after it). So a queue of stretches in
 order of their stamps, each eaten from its deep end, is LRU and never evicts a parent first. Other
-policies order the stretches by scores; see eviction.
+policies order the stretches by scores; see eviction_order.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Hashable
 import numpy as np
 from numpy.typing import NDArray
 
-from .eviction import make_order
+from .eviction_order import make_order
 from .ledger import PIN, Ledger
 from .namespace import DEFAULT, MultimodalItems, Namespace, RootKey
 from .prefix_audit import audit

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from raykv.core import BlockManagerImpl
-from raykv.core.eviction import LruOrder
+from raykv.core.eviction_order import LruOrder
 
 from .helpers import check_drained, hit_ids, publish, run_of, start
 from .test_eviction import EVERY, ShallowFirst, own
@@ -31,7 +31,7 @@ def heap_calls(monkeypatch):
         heappop=counting(heapq.heappop),
         heapify=heapq.heapify,
     )
-    monkeypatch.setattr("raykv.core.eviction.heapq", spy)
+    monkeypatch.setattr("raykv.core.eviction_order.heapq", spy)
     return calls
 
 

@@ -52,7 +52,7 @@ MORE_STATES = [
     Case(4, 2, END, ("cut",)),
     Case(4, 1, END, ("share",)),
     Case(5, 1, END, ("reset",)),
-    Case(5, 1, 12, SIDES),
+    Case(5, 1, 8, SIDES),
 ]
 
 
