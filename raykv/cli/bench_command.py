@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from itertools import chain
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.console import Console
 from rich.table import Table
@@ -14,17 +15,77 @@ if TYPE_CHECKING:
     from raykv.bench.timing import Row
 
 
-def run_managers(*, num_runs: int, with_ray: bool, as_json: bool) -> None:
-    """Measure and print; each row as it comes, then one JSON object with all of them."""
-    from raykv.bench import managers, pools, timing  # noqa: PLC0415 - costs time to import
+class Record(Protocol):
+    """One line of a benchmark's result."""
 
-    parts: list[Iterable[Row]] = [managers.rows(num_runs), pools.local_rows(num_runs)]
+    def as_json(self) -> dict[str, Any]:
+        """Its values by name."""
+
+
+def run_managers(*, num_runs: int, with_ray: bool, as_json: bool) -> None:
+    """Operations of the manager, plain and thread-safe, of a local pool, and of one over Ray."""
+    from raykv.bench import managers, pools, threads  # noqa: PLC0415 - costs time to import
+
+    parts: list[Iterable[Row]] = [
+        managers.rows(num_runs), threads.rows(num_runs), pools.local_rows(num_runs)
+    ]  # fmt: skip
     if with_ray:
         parts.append(pools.ray_rows(num_runs))
-    rows = list(_shown(chain.from_iterable(parts), as_json=as_json))
+    _run_rows(chain.from_iterable(parts), as_json=as_json)
+
+
+def run_growth(*, num_runs: int, as_json: bool) -> None:
+    """How costs grow with prompts, pools, turns, branches and what lies in the way."""
+    from raykv.bench import growth  # noqa: PLC0415
+
+    _run_rows(growth.rows(num_runs), as_json=as_json)
+
+
+def run_memory(*, as_json: bool) -> None:
+    """Bytes that the books take."""
+    from raykv.bench import memory  # noqa: PLC0415
+
+    _run_records(memory.figures(), as_json=as_json)
+
+
+def run_eviction(trace: Path, *, as_json: bool) -> None:
+    """Hit rates of the eviction policies on a trace.
+
+    Raises:
+        ConfigError: the trace cannot be read.
+    """
+    from raykv.bench import eviction  # noqa: PLC0415
+
+    _run_records(eviction.replays(eviction.load(trace)), as_json=as_json)
+
+
+def _run_rows(rows: Iterable[Row], *, as_json: bool) -> None:
+    from raykv.bench.timing import machine  # noqa: PLC0415
+
+    measured = list(_shown(rows, as_json=as_json))
     if not as_json:
-        Console().print(_table(rows))
-    print(json.dumps({"machine": timing.machine(), "rows": [row.as_json() for row in rows]}))
+        Console().print(_table(measured))
+    print(json.dumps({"machine": machine(), "rows": [row.as_json() for row in measured]}))
+
+
+def _run_records(records: Iterable[Record], *, as_json: bool) -> None:
+    """Records of one kind, a line each as they come, then one JSON object with all of them."""
+    from raykv.bench.timing import machine  # noqa: PLC0415
+
+    found: list[dict[str, Any]] = []
+    table = Table()
+    for record in records:
+        values = record.as_json()
+        if as_json:
+            print(json.dumps(values), flush=True)
+        elif not found:
+            for name in values:
+                table.add_column(name.replace("_", " "))
+        table.add_row(*("" if value is None else str(value) for value in values.values()))
+        found.append(values)
+    if not as_json:
+        Console().print(table)
+    print(json.dumps({"machine": machine(), "rows": found}))
 
 
 def _shown(rows: Iterable[Row], *, as_json: bool) -> Iterator[Row]:

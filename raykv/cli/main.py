@@ -152,21 +152,60 @@ def pull(
     pull_command(name)
 
 
+_Runs = Annotated[int, typer.Option(min=30, help="Runs per row.")]
+_Json = Annotated[
+    bool, typer.Option("--json", help="One JSON object a row; the last line has all of them.")
+]
+
+
 @bench_app.command()
 def managers(
     *,
-    runs: Annotated[int, typer.Option(min=30, help="Runs per row.")] = 100,
+    runs: _Runs = 100,
     with_ray: Annotated[
         bool, typer.Option("--ray/--no-ray", help="Measure a pool over a local Ray as well.")
     ] = True,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object a row; the last line has all of them.")
-    ] = False,
+    as_json: _Json = False,
 ) -> None:
     """Microseconds per operation: the block manager, a pool in this process, a pool over Ray."""
     from .bench_command import run_managers  # noqa: PLC0415 - costs time to import
 
     run_managers(num_runs=runs, with_ray=with_ray, as_json=as_json)
+
+
+@bench_app.command()
+def growth(*, runs: _Runs = 40, as_json: _Json = False) -> None:
+    """How costs grow with the length of prompts, the size of pools, turns and branches."""
+    from .bench_command import run_growth  # noqa: PLC0415
+
+    run_growth(num_runs=runs, as_json=as_json)
+
+
+@bench_app.command()
+def memory(*, as_json: _Json = False) -> None:
+    """Bytes that the books take per block and per run."""
+    from .bench_command import run_memory  # noqa: PLC0415
+
+    run_memory(as_json=as_json)
+
+
+@bench_app.command()
+def eviction(
+    trace: Annotated[
+        Path,
+        typer.Argument(
+            metavar="TRACE",
+            help="Requests as JSON lines with timestamp, input_length, output_length, hash_ids, "
+            "such as Mooncake's conversation_trace.jsonl.",
+        ),
+    ],
+    *,
+    as_json: _Json = False,
+) -> None:
+    """Hit rates of the eviction policies on a trace, in pools of several sizes."""
+    from .bench_command import run_eviction  # noqa: PLC0415
+
+    run_eviction(trace, as_json=as_json)
 
 
 def run(arguments: list[str] | None = None) -> int:
