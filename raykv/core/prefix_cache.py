@@ -136,19 +136,20 @@ class PrefixCache:
 
     def protect(self, path: Path) -> None:
         """The blocks of the path have got a reference: they are no candidates for eviction."""
-        parents = []  # blocks that runs hang on which begin to be held
+        anchors = []  # blocks that runs hang on which begin to be held; all distinct
         evictable = self.num_evictable
+        parent, at = None, 0
         for run, count in path:
             protected = run.protected
-            if count <= protected:
-                continue
-            evictable -= count - protected
-            if not protected and run.depth:
-                parents.append(run.anchor())
-            run.take_back(count)
+            if count > protected:
+                evictable -= count - protected
+                if not protected and parent is not None:
+                    anchors.append(parent.ids[at - 1])
+                run.take_back(count)
+            parent, at = run, count
         self.num_evictable = evictable
-        if parents:
-            self._counts[parents] += PIN  # all distinct, for each run of a path has its own parent
+        if anchors:
+            self._counts[anchors] += PIN
 
     def unprotect(self, ids: Index) -> None:
         """These cached blocks lost their last reference: stamp what nothing holds any more."""
