@@ -48,7 +48,7 @@ def make_tables(config: PoolConfig) -> BlockTables:
     rows = config.num_single_blocks
     max_blocks = -(-config.max_tokens_per_sequence // config.block_size)
     try:
-        return BlockTables(rows, max_blocks)
+        return BlockTables(rows, max_blocks, config.block_size)
     except (MemoryError, ValueError):
         raise ConfigError(
             f"block tables of {rows} rows and {max_blocks} blocks need "

@@ -124,7 +124,7 @@ def admit_cached(num_runs: int) -> Row:
 def decode_step(num_runs: int) -> Row:
     """One more token for each of 256 sequences, a sixteenth of which need a block."""
     bench, num_seqs = Workbench(), 256
-    tables = BlockTables(num_seqs + 1, 1024)
+    tables = BlockTables(num_seqs + 1, 1024, BLOCK_SIZE)
     rows_in_use = np.arange(1, num_seqs + 1)
     lengths = np.arange(1, num_seqs + 1) * 3 % 512 + 1
     tables.grow(bench.manager, rows_in_use, lengths)

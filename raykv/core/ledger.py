@@ -23,6 +23,7 @@ REF_MASK = PIN - 1
 PIN_MASK = USE - PIN
 FREE = -1
 PADDING = -2
+_TAKEN = np.array(USE + REF)  # NumPy takes this faster than a number
 
 
 class Ledger:
@@ -57,7 +58,7 @@ class Ledger:
         self.num_free = stop - num_blocks
         self.num_used += num_blocks
         ids = self._stack[self.num_free : stop][::-1].copy()
-        self.counts[ids] = USE + REF
+        self.counts[ids] = _TAKEN
         return ids
 
     def add(self, ids: Index, weight: int, *, unique: bool = True) -> None:

@@ -36,7 +36,7 @@ operations = st.one_of(
 @given(st.lists(operations, max_size=40))
 @settings(max_examples=200, deadline=None)
 def test_tables_are_lists_of_lists(steps):
-    tables, wanted = BlockTables(NUM_ROWS, WIDTH), [[] for _ in range(NUM_ROWS)]
+    tables, wanted = BlockTables(NUM_ROWS, WIDTH, 3), [[] for _ in range(NUM_ROWS)]
     fresh = iter(range(1, 10_000))
     for name, where, amount in steps:
         if name == "append":
@@ -67,7 +67,7 @@ def test_tables_are_lists_of_lists(steps):
 )
 @settings(max_examples=100, deadline=None)
 def test_grow_gives_each_row_what_its_tokens_need_or_nothing(lengths, steps, num_blocks):
-    manager, tables = BlockManagerImpl(num_blocks, 3), BlockTables(NUM_ROWS, WIDTH)
+    manager, tables = BlockManagerImpl(num_blocks, 3), BlockTables(NUM_ROWS, WIDTH, 3)
     rows, num_tokens = np.arange(1, len(lengths) + 1), np.array(lengths)
     for more in [0, *steps]:
         num_tokens = np.minimum(num_tokens + more, WIDTH * 3)
@@ -86,7 +86,7 @@ def test_grow_gives_each_row_what_its_tokens_need_or_nothing(lengths, steps, num
 
 
 def test_ids_are_a_copy_that_cannot_be_written():
-    tables = BlockTables(2, 4)
+    tables = BlockTables(2, 4, 3)
     tables.append(1, np.array([5, 6], np.int32))
     ids = tables.ids(1)
     with pytest.raises(ValueError, match="read-only"):
@@ -98,7 +98,7 @@ def test_ids_are_a_copy_that_cannot_be_written():
 
 @pytest.mark.parametrize("column", [2, 3, 5])
 def test_integrity_sees_what_stands_behind_an_end(column):
-    tables = BlockTables(3, 6)
+    tables = BlockTables(3, 6, 3)
     tables.append(1, np.array([5, 6], np.int32))
     tables.table[2, column] = 7
     with pytest.raises(IntegrityError, match="behind its end"):
@@ -107,7 +107,7 @@ def test_integrity_sees_what_stands_behind_an_end(column):
 
 @pytest.mark.parametrize("value", [0, -1])
 def test_integrity_sees_padding_within_a_row(value):
-    tables = BlockTables(3, 6)
+    tables = BlockTables(3, 6, 3)
     tables.append(1, np.array([5, 6, 7], np.int32))
     tables.table[1, 1] = value
     with pytest.raises(IntegrityError, match="padding"):
