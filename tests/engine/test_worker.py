@@ -186,8 +186,13 @@ def test_submit_is_all_or_none(workers):
 
 def test_aborts_reach_whoever_polls(workers):
     worker = workers()
+    model = worker.engine.model
+    model.hold()  # else it may be over before the abort gets there
     submit(worker, ask("x", prompt(9), max_tokens=50, ignore_eos=True))
-    worker.call(lambda: worker.engine.abort(["x", "unknown"])).result(SOON_S)
+    assert model.entered.wait(SOON_S)
+    aborted = worker.call(lambda: worker.engine.abort(["x", "unknown"]))
+    model.go_on.set()
+    aborted.result(SOON_S)
     assert outputs_of(worker, 1)["x"].stop_reason == "abort"
     worker.call(lambda: assert_drained(worker.engine)).result(SOON_S)
 
