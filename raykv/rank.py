@@ -306,6 +306,7 @@ class RankKV(KVCacheManager):
             num_admissions_total=self._num_admissions,
             prefix_cache_queries_total=self._num_queried,
             prefix_cache_hits_total=self._num_hit,
+            num_evicted_blocks_total=manager.num_evicted_blocks,
         )
 
     def stats(self) -> PoolStats:

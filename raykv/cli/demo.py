@@ -237,6 +237,7 @@ def _report(plan: Plan, evidence: Evidence, wall_s: float) -> Report:
         corrupted_logit_diff=evidence.logits.corrupted_diff,
         leaked_blocks=evidence.num_leaked_blocks,
         preemptions=sum(item.output.num_preempted for item in cached.served),
+        evicted_blocks=sum(rank.num_evicted_blocks_total for rank in cached.drained),
         misses=dict(Counter(miss.reason for miss in misses).most_common()),
         workload_sha256=plan.workload.sha256,
         checks_failed=tuple(check.name for check in checks if not check.ok),

@@ -52,6 +52,7 @@ def figures_table(figures: Figures) -> RenderableType:
         ("prompt tokens", f"{f.prompt_tokens:,}", f"{f.prompt_tokens:,}", ""),
         ("  computed", f"{computed:,}", f"{f.prompt_tokens:,}", ""),
         ("  not computed again", f"{f.hit_tokens:,}", "0", f"{f.hit_rate:.1%} hit rate"),
+        ("cached blocks evicted", f"{f.evicted_blocks:,}", "", ""),
         ("time to first token, ms", f"{f.ttft_warm_ms:,.0f}", f"{f.ttft_cold_ms:,.0f}",
          first_token_gain),
         ("generated tokens/s", f"{f.tokens_per_s:.1f}", f"{f.tokens_per_s_no_cache:.1f}",

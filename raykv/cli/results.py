@@ -52,6 +52,7 @@ class Figures:
         corrupted_logit_diff: likewise with one cached block overwritten: the negative control.
         leaked_blocks: blocks still held after everything was answered.
         preemptions: times that a sequence lost its memory.
+        evicted_blocks: cached blocks that were taken for others, with the prefix cache on.
         misses: why hits ended where they did, requests by reason.
         workload_sha256: names what was asked.
         checks_failed: names of the checks that do not hold.
@@ -81,6 +82,7 @@ class Figures:
     corrupted_logit_diff: float
     leaked_blocks: int
     preemptions: int
+    evicted_blocks: int
     misses: dict[str, int]
     workload_sha256: str
     checks_failed: tuple[str, ...]

@@ -171,6 +171,11 @@ class LedgerBlockManager(BlockManager):
         """Without a prefix cache: 0."""
         return 0
 
+    @property
+    def num_evicted_blocks(self) -> int:
+        """Without a prefix cache: 0."""
+        return 0
+
     def reset_prefix_cache(self) -> int:
         """Without a prefix cache: nothing, 0."""
         return 0

@@ -166,6 +166,11 @@ class BlockManagerImpl(LedgerBlockManager):
         """See BlockManager."""
         return len(self._cache)
 
+    @property
+    def num_evicted_blocks(self) -> int:
+        """See BlockManager."""
+        return self._cache.num_evicted
+
     def check_integrity(self) -> None:
         """See BlockManager."""
         super().check_integrity()

@@ -18,7 +18,7 @@ _METHODS = (
 )  # fmt: skip
 _COUNTERS = (
     "num_available_blocks", "num_blocks_in_prefix_cache", "num_evictable_blocks",
-    "num_free_blocks", "num_used_blocks",
+    "num_evicted_blocks", "num_free_blocks", "num_used_blocks",
 )  # fmt: skip
 
 

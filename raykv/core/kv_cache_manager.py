@@ -46,6 +46,7 @@ class RankStats:
         num_admissions_total: sequences admitted, each counted once however often preempted.
         prefix_cache_queries_total: tokens of admitted sequences that a hit could have covered.
         prefix_cache_hits_total: tokens that hits covered.
+        num_evicted_blocks_total: cached blocks that were taken for others.
     """
 
     num_total_blocks: int = 0
@@ -57,6 +58,7 @@ class RankStats:
     num_admissions_total: int = 0
     prefix_cache_queries_total: int = 0
     prefix_cache_hits_total: int = 0
+    num_evicted_blocks_total: int = 0
 
     @property
     def num_available_blocks(self) -> int:

@@ -164,6 +164,11 @@ class BlockManager(ABC):
         """Blocks that the prefix cache holds, in use or not."""
 
     @property
+    @abstractmethod
+    def num_evicted_blocks(self) -> int:
+        """Cached blocks that were taken for others since the start."""
+
+    @property
     def num_available_blocks(self) -> int:
         """Blocks that ``allocate`` can give: free and evictable ones."""
         return self.num_free_blocks + self.num_evictable_blocks

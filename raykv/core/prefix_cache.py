@@ -42,6 +42,7 @@ class PrefixCache:
     Attributes:
         run_of: int32 [num_blocks], the index of the run that holds a block, -1 if none does.
         num_evictable: blocks behind their run's ``protected`` mark.
+        num_evicted: blocks evicted since the start.
         roots: the trees, by tenant, LoRA and weights version.
         now_s: seconds on the owner's clock, for priorities with a time limit.
     """
@@ -50,6 +51,7 @@ class PrefixCache:
         self.block_size = block_size
         self.run_of = np.full(len(ledger.counts), -1, np.int32)
         self.num_evictable = 0
+        self.num_evicted = 0
         self._counts = ledger.counts
         self._num_cached = 0
         self.roots: dict[RootKey, Root] = {}
@@ -208,6 +210,7 @@ class PrefixCache:
         self.run_of[ids] = -1
         self._num_cached -= len(ids)
         self.num_evictable -= len(ids)
+        self.num_evicted += len(ids)
         return ids
 
     def was_evicted(

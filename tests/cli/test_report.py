@@ -34,6 +34,7 @@ FIGURES = Figures(
     corrupted_logit_diff=12.2,
     leaked_blocks=0,
     preemptions=0,
+    evicted_blocks=7,
     misses={"complete": 2, "diverged": 1},
     workload_sha256="e9",
     checks_failed=(),

@@ -309,6 +309,7 @@ def test_allocate_evicts_just_enough(make_manager):
     assert manager.num_blocks_in_prefix_cache == 4
     more = manager.allocate(3)  # one is free, two are evicted
     assert manager.num_blocks_in_prefix_cache == manager.num_evictable_blocks == 2
+    assert manager.num_evicted_blocks == 2
     assert manager.num_free_blocks == 0
     assert {int(i) for i in more.ids} == {7, 4, 3}
     running.release()
