@@ -40,9 +40,11 @@ class RayPool(BlockManagerPool):
         super().__init__(config, handles)
         self._ray_ranks = ranks
         self._cleanup = cleanup
+        self.monitor.start()
 
     def close(self) -> None:
         """End all ranks; idempotent. Requests under way fail."""
+        self.monitor.stop()
         with self._cleanup:
             for rank in self._ray_ranks:
                 rank.ask_to_close()
@@ -93,13 +95,12 @@ def launch(
                 cleanup.callback(cluster.remove, group)
         if group is not None:
             cluster.await_reserved(group, config, _left(deadline))
-        epoch = time.time_ns()
         actors: list[Any] = []
         for dp_rank in range(config.dp_size):
             options = _options(config, dp_rank, group)
             if name is not None:
                 options |= {"name": f"{name}-rank-{dp_rank}", "namespace": namespace}
-            actors.append(_start(options, config, dp_rank, epoch, lifetime))
+            actors.append(_start(options, config, dp_rank, lifetime))
             cleanup.callback(_kill, actors[-1])
         driver_id = uuid.uuid4().hex
         ranks = [
@@ -108,7 +109,7 @@ def launch(
                 info,
                 node_id,
                 driver_id=driver_id,
-                call_timeout_s=config.ray.call_timeout_s,
+                config=config.ray,
             )
             for actor, (info, node_id) in zip(
                 actors, _await_ready(actors, config, deadline), strict=True
@@ -133,6 +134,7 @@ def _check(config: PoolConfig, lifetime: str | None) -> None:
 def _options(config: PoolConfig, dp_rank: int, group: Any) -> dict[str, Any]:
     options: dict[str, Any] = {
         "num_cpus": config.ray.num_cpus, "num_gpus": config.ray.num_gpus,
+        "max_restarts": config.ray.max_restarts,
     }  # fmt: skip
     if group is not None:
         has_bundle_each = group.bundle_count >= config.dp_size
@@ -144,10 +146,10 @@ def _options(config: PoolConfig, dp_rank: int, group: Any) -> dict[str, Any]:
 
 
 def _start(
-    options: dict[str, Any], config: PoolConfig, dp_rank: int, epoch: int, lifetime: str | None
+    options: dict[str, Any], config: PoolConfig, dp_rank: int, lifetime: str | None
 ) -> Any:
     try:
-        return actor_class(lifetime=lifetime, **options).remote(config, dp_rank, epoch)
+        return actor_class(lifetime=lifetime, **options).remote(config, dp_rank)
     except ValueError as error:  # Ray's word for a taken name, or a bundle that is too small
         raise ConfigError(
             f"ray: rank {dp_rank} cannot be started: {error}; choose another name, or settings "

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import ray
 
 from raykv.actors.wire import pack, unpack
 from raykv.config import PoolConfig
-from raykv.messages import Call, Outputs, RankInfo
+from raykv.messages import Call, Health, Outputs, RankInfo
 from raykv.rank_host import RankHost
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 CONCURRENCY_GROUPS = {"call": 1, "poll": 16, "health": 2}
 """Threads per group: calls are applied one by one, in the order they came; a long poll holds a
-thread per driver; health and closing never wait behind either."""
+thread per driver; heartbeats and closing never wait behind either."""
 
 
 def _in_group(name: str) -> Callable[[F], F]:
@@ -35,14 +37,14 @@ class RankActor:
     Args:
         config: the pool's configuration, its hash seed drawn.
         dp_rank: the rank's number.
-        epoch: tells this start of the rank from earlier ones.
     """
 
-    def __init__(self, config: PoolConfig, dp_rank: int, epoch: int) -> None:
+    def __init__(self, config: PoolConfig, dp_rank: int) -> None:
         self._host: RankHost | None = None
         self._failure: Exception | None = None
         try:
-            self._host = RankHost(config, dp_rank, epoch)
+            self._host = RankHost(config, dp_rank)
+            self._host.watch(_end_process)
         except Exception as error:  # noqa: BLE001 - whatever it is, the driver must hear of it
             self._failure = error
 
@@ -62,14 +64,19 @@ class RankActor:
         return pack(self._started().call(call))
 
     @_in_group("poll")
-    def poll(self, driver_id: str, wait_s: float) -> Outputs:
+    def poll(self, driver_id: str, session: int, seen: int, wait_s: float) -> Outputs:
         """See RankHost.poll."""
-        return self._started().poll(driver_id, wait_s)
+        return self._started().poll(driver_id, session, seen, wait_s)
 
     @_in_group("health")
-    def info(self) -> RankInfo:
-        """See RankHost.info."""
-        return self._started().info()
+    def health(self, driver_id: str, session: int) -> Health:
+        """See RankHost.health."""
+        return self._started().health(driver_id, session)
+
+    @_in_group("health")
+    def config(self) -> PoolConfig:
+        """What the pool was made from, for whoever attaches to it."""
+        return self._started().config
 
     @_in_group("health")
     def close(self) -> None:
@@ -87,4 +94,11 @@ class RankActor:
 def actor_class(**options: Any) -> Any:
     """RankActor as an actor class of Ray's, with these options."""
     groups = dict(CONCURRENCY_GROUPS)
-    return ray.remote(concurrency_groups=groups, max_restarts=0, **options)(RankActor)
+    return ray.remote(concurrency_groups=groups, max_task_retries=0, **options)(RankActor)
+
+
+def _end_process(reason: str) -> NoReturn:
+    """End this actor's process, which Ray may then start again."""
+    sys.stderr.write(f"raykv: rank (pid {os.getpid()}) ends itself: {reason}\n")
+    sys.stderr.flush()
+    os._exit(1)

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError, RayTaskError
 
 from raykv.actors.errors import translate
 from raykv.actors.process import RankProcess
 from raykv.actors.wire import pack, split, unpack
-from raykv.core.kv_cache_manager import NO_ROOM, Room
-from raykv.engine.params import TokenDelta
+from raykv.config import RayConfig
 from raykv.errors import RankUnavailableError
-from raykv.messages import Answer, Call, RankInfo
+from raykv.messages import Answer, Call, Health, Outputs, RankInfo
 from raykv.rank_handle import Reply
-from raykv.remote_rank import RemoteRank
+from raykv.remote_rank import RemoteRank, ReplyLostError
 
+_SLICE_S = 0.1  # how soon whoever waits hears that the rank was lost
+_GONE = "its blocks are gone; it is used again if it comes back, else launch another pool"
 _CLOSE_S = 2.0
 _KILL_S = 2.0
 
@@ -27,26 +29,23 @@ _KILL_S = 2.0
 class RayRank(RemoteRank):
     """A rank in an actor.
 
-    Once it died, froze beyond the time limit or was cut off, the handle stays unavailable: calls
-    may have been applied whose answers were never seen, so nothing it says later is believed.
-
     Args:
         actor: the handle of its RankActor.
         info: what the rank said of itself.
         node_id: the Ray node that it runs on.
         driver_id: who this driver is.
-        call_timeout_s: seconds that a call may take.
+        config: time limits.
     """
 
     def __init__(
-        self, actor: Any, info: RankInfo, node_id: str, *, driver_id: str, call_timeout_s: float
+        self, actor: Any, info: RankInfo, node_id: str, *, driver_id: str, config: RayConfig
     ) -> None:
-        super().__init__(info, driver_id)
+        super().__init__(info, driver_id, config)
         self._actor = actor
-        self._call_timeout_s = call_timeout_s
-        is_here = node_id == ray.get_runtime_context().get_node_id()
-        self._process = RankProcess.find(info.pid) if is_here else None
-        self._lost: str | None = None  # why nothing can be had from it any more
+        self._is_here = node_id == ray.get_runtime_context().get_node_id()
+        self._process = RankProcess.find(info.pid) if self._is_here else None
+        self._beat: Any = None  # the reference of the answer to the heartbeat under way
+        self._num_silent = 0  # heartbeats that it could have been answered in
         self._closing: Any = None  # the reference of the actor's answer to ``close``
         self._is_closed = False
         self._close_lock = threading.Lock()
@@ -54,46 +53,82 @@ class RayRank(RemoteRank):
     def send(self, call: Call) -> Reply[Answer]:
         """Start a call; Ray keeps the order of one driver's calls."""
         parts = split(pack(call))
-        return _RayReply(self, self._submit(self._actor.call, *parts))
+        return _RayReply(self, call.session, self._submit(self._actor.call, *parts))
 
-    def poll(self, wait_s: float) -> list[TokenDelta]:
+    def fetch(self, session: int, seen: int, wait_s: float) -> Outputs:
+        """See RemoteRank."""
+        reference = self._submit(self._actor.poll, self.driver_id, session, seen, wait_s)
+        outputs: Outputs = self.get(reference, session, wait_s)
+        return outputs
+
+    def beat(self) -> None:
         """See RankHandle."""
-        return self.take(self.get(self._submit(self._actor.poll, self.driver_id, wait_s), wait_s))
+        if self._closing is not None or not ray.is_initialized():
+            return
+        if self._beat is None:
+            self._beat = self._submit(self._actor.health, self.driver_id, self.session)
+            self._num_silent = 0
+            if self._beat is None:
+                return
+        if not ray.wait([self._beat], timeout=0)[0]:
+            # Counted, not timed: a driver that was stopped itself finds nobody silent.
+            self._num_silent += 1
+            if self._num_silent * self.config.heartbeat_s > self.config.silence_s:
+                self.lose(f"{self._who} is silent for {self.config.silence_s:g} s: {_GONE}")
+            return
+        reference, self._beat = self._beat, None
+        try:
+            health: Health = ray.get(reference)
+        except ActorUnavailableError:
+            pass  # not reached at this time; silence has its limit
+        except Exception as error:  # noqa: BLE001 - whatever Ray raises, it is not there
+            self.lose(str(translate(error, self._who, 0)))
+        else:
+            if health.info.pid != self.info.pid and self._is_here:
+                self._process = RankProcess.find(health.info.pid)
+            self.hear(health)
 
-    @property
-    def room(self) -> Room:
-        """See RankHandle; a lost rank has nothing to give."""
-        return super().room if self._lost is None else NO_ROOM
-
-    def get(self, reference: Any, wait_s: float = 0) -> Any:
-        """Wait for an answer of the actor.
+    def get(self, reference: Any, session: int, wait_s: float = 0) -> Any:
+        """Wait for an answer of the actor, as long as the session lasts.
 
         Args:
             reference: of the answer; None for a call that was not sent.
+            session: in which it was sent.
             wait_s: seconds that the actor was asked to wait, on top of the time limit.
 
         Raises:
-            RankUnavailableError: it will not come.
+            ReplyLostError: it was not reached for the moment.
+            RankUnavailableError: the answer will not come.
         """
-        if reference is None or self._is_unavailable():
-            raise RankUnavailableError(self._lost)
-        timeout_s = self._call_timeout_s + wait_s
-        try:
-            return ray.get(reference, timeout=timeout_s)
-        except RayTaskError as error:
-            cause = translate(error, self._who, timeout_s)
-            raise cause from error
-        except Exception as error:  # RayError, and ValueError once Ray was shut down
-            if self._lost is None:
-                self._lost = str(translate(error, self._who, timeout_s))
-            raise RankUnavailableError(self._lost) from error
+        if reference is None:
+            raise self._unavailable()
+        timeout_s = self.config.call_timeout_s + wait_s
+        deadline = time.monotonic() + timeout_s
+        while True:
+            if session != self.session or not ray.is_initialized():
+                raise self._unavailable()
+            left_s = deadline - time.monotonic()
+            try:
+                return ray.get(reference, timeout=max(0, min(left_s, _SLICE_S)))
+            except GetTimeoutError as error:
+                if left_s <= 0:
+                    raise RankUnavailableError(
+                        str(translate(error, self._who, timeout_s))
+                    ) from error
+            except RayTaskError as error:
+                cause = translate(error, self._who, timeout_s)
+                raise cause from error
+            except ActorUnavailableError as error:
+                raise ReplyLostError(str(translate(error, self._who, timeout_s))) from error
+            except Exception as error:  # RayError, and ValueError once Ray was shut down
+                raise RankUnavailableError(str(translate(error, self._who, timeout_s))) from error
 
     def ask_to_close(self) -> None:
         """Begin closing without waiting, so that ranks can close side by side."""
         with self._close_lock:
             if self._closing is None:
                 self._closing = self._submit(self._actor.close)
-            self._lost = f"rank {self.dp_rank} was closed: make a new pool"
+            self.lose(f"rank {self.dp_rank} was closed: make a new pool")
 
     def close(self) -> None:
         """Let the step in progress end, within bounds, then end the process and see it gone."""
@@ -112,21 +147,25 @@ class RayRank(RemoteRank):
     def _who(self) -> str:
         return f"rank {self.dp_rank} (pid {self.info.pid} on {self.info.node})"
 
-    def _is_unavailable(self) -> bool:
-        # A call on a handle starts another Ray by itself where none runs.
-        if self._lost is None and not ray.is_initialized():
-            self._lost = f"{self._who} is gone, for Ray was shut down: launch another pool"
-        return self._lost is not None
-
     def _submit(self, method: Any, *arguments: Any) -> Any:
-        """Start a call of the actor; None if the rank is gone."""
-        if self._is_unavailable():
+        """Start a call of the actor; None if that cannot be done."""
+        # A call on a handle starts another Ray by itself where none runs.
+        if not ray.is_initialized():
             return None
         try:
             return method.remote(*arguments)
         except Exception as error:  # noqa: BLE001 - Ray raises bare ones once it was shut down
-            self._lost = str(translate(error, self._who, self._call_timeout_s))
+            self.lose(str(translate(error, self._who, self.config.call_timeout_s)))
             return None
+
+    def _unavailable(self) -> RankUnavailableError:
+        if self.lost is not None:
+            return RankUnavailableError(self.lost)
+        if not ray.is_initialized():
+            return RankUnavailableError(
+                f"{self._who} is gone, for Ray was shut down: launch another pool"
+            )
+        return RankUnavailableError(f"{self._who} was lost meanwhile: {_GONE}")
 
     def _end(self) -> None:
         if ray.is_initialized():
@@ -140,8 +179,9 @@ class RayRank(RemoteRank):
 @dataclass(frozen=True, slots=True)
 class _RayReply:
     rank: RayRank
+    session: int
     reference: Any
 
     def result(self) -> Answer:
-        answer: Answer = unpack([self.rank.get(self.reference)])
+        answer: Answer = unpack([self.rank.get(self.reference, self.session)])
         return answer

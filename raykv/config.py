@@ -105,6 +105,16 @@ class RayConfig(_Model):
         placement_strategy: how the ranks spread over nodes (a Ray placement group's strategy).
         start_timeout_s: seconds that all ranks may take to start and load their model.
         call_timeout_s: seconds that one call to a rank may take.
+        on_rank_loss: ``fail_over`` serves what a lost rank held on the others, and uses the rank
+            again once it is back; ``report`` raises RankUnavailableError.
+        max_restarts: how often Ray restarts a rank that died; -1 for any number of times.
+        heartbeat_s: seconds between two heartbeats of a driver to each rank.
+        silence_s: seconds of silence after which a rank counts as lost.
+        stuck_timeout_s: seconds that one step of a rank's engine may take until its process ends
+            itself.
+        lease_s: seconds of silence after which a rank takes back what a driver holds.
+        failover_timeout_s: seconds that a request waits for another rank once its own is lost.
+        ramp_s: seconds over which a rank that is back gets its share of new sequences again.
     """
 
     num_cpus: float = Field(default=1.0, ge=0)
@@ -112,6 +122,24 @@ class RayConfig(_Model):
     placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
     start_timeout_s: float = Field(default=180.0, gt=0)
     call_timeout_s: float = Field(default=60.0, gt=0)
+    on_rank_loss: Literal["fail_over", "report"] = "fail_over"
+    max_restarts: int = Field(default=-1, ge=-1)
+    heartbeat_s: float = Field(default=0.25, gt=0)
+    silence_s: float = Field(default=2.5, gt=0)
+    stuck_timeout_s: float = Field(default=120.0, gt=0)
+    lease_s: float = Field(default=10.0, gt=0)
+    failover_timeout_s: float = Field(default=60.0, gt=0)
+    ramp_s: float = Field(default=5.0, ge=0)
+
+    @model_validator(mode="after")
+    def _hears_in_time(self) -> Self:
+        for name in ("silence_s", "lease_s"):
+            if getattr(self, name) < 2 * self.heartbeat_s:
+                raise ValueError(
+                    f"{name} is {getattr(self, name):g} with a heartbeat_s of {self.heartbeat_s:g}:"
+                    " one lost heartbeat would count as a death; give at least twice as much"
+                )
+        return self
 
 
 class PoolConfig(_Model):

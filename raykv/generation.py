@@ -7,15 +7,18 @@ import itertools
 import logging
 import queue
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
-from raykv.engine.params import GenerationRequest, TokenDelta, TokenOutput
+from raykv.config import PoolConfig
+from raykv.engine.params import GenerationRequest, Produced, TokenDelta, TokenOutput
 from raykv.errors import NotSupportedError, RankUnavailableError, RaykvError, RequestError
 from raykv.rank_handle import Failed, RankHandle, Reply
 from raykv.routing import Router
 
 _POLL_WAIT_S = 0.5
+_LOOK_S = 0.05
 _log = logging.getLogger(__name__)
 
 Listener = Callable[[TokenDelta], None]
@@ -41,7 +44,12 @@ class Batch:
 
 @dataclass(slots=True)
 class _Pending:
-    """A request that a rank works on."""
+    """A request that a rank works on.
+
+    Attributes:
+        request: with what earlier ranks have produced of it.
+        produced: by this rank.
+    """
 
     request: GenerationRequest
     listener: Listener
@@ -49,6 +57,7 @@ class _Pending:
     num_blocks: int
     has_started: bool = False
     is_aborted: bool = False
+    produced: list[TokenDelta] = field(default_factory=list)
 
     def is_called(self, request_id: str) -> bool:
         """Whether the caller's word for it, its prompt or its whole call is ``request_id``."""
@@ -59,19 +68,28 @@ class _Pending:
 class Generations:
     """All requests of this driver that are under way. Safe to call from any thread.
 
-    Per rank with requests under way, one thread waits for its outputs.
+    Per rank with requests under way, one thread waits for its outputs. If the rank is lost, that
+    thread hands its requests to other ranks, with the tokens that they have already.
 
     Args:
         ranks: the pool's ranks.
         router: chooses among them; its debits are kept up to date here.
-        block_size: tokens per block.
+        config: the pool's.
+
+    Attributes:
+        num_failed_over: requests that went on elsewhere.
     """
 
-    def __init__(self, ranks: Sequence[RankHandle], router: Router, block_size: int) -> None:
+    def __init__(self, ranks: Sequence[RankHandle], router: Router, config: PoolConfig) -> None:
+        self.num_failed_over = 0
         self._ranks = ranks
         self._router = router
-        self._block_size = block_size
+        self._block_size = config.block_size
+        self._fails_over = config.ray.on_rank_loss == "fail_over"
+        self._patience_s = config.ray.failover_timeout_s
+        self._closed = False
         self._pending: list[dict[str, _Pending]] = [{} for _ in ranks]
+        self._homeless: dict[str, _Pending] = {}  # their rank was lost, and they have no other yet
         self._pumps: list[threading.Thread | None] = [None] * len(ranks)
         self._names = itertools.count()
         self._lock = threading.Lock()
@@ -81,8 +99,7 @@ class Generations:
         with self._lock:
             while True:
                 name = f"request-{next(self._names)}"
-                entries = (entry for pending in self._pending for entry in pending.values())
-                if not any(entry.is_called(name) for entry in entries):
+                if not any(entry.is_called(name) for entry in self._entries()):
                     return name
 
     def start(self, batch: Batch) -> None:
@@ -102,16 +119,7 @@ class Generations:
         for request in batch.requests:
             limits.check(request)
         try:
-            placed = self._place(batch)
-            replies = [(rank, part, self._submit(rank, part)) for rank, part in placed.items()]
-            for rank, part, reply in replies:
-                try:
-                    reply.result()
-                except Exception as error:  # noqa: BLE001 - whoever waits must hear of it
-                    for request in part:
-                        self._deliver(rank, TokenDelta(request.request_id, error=_known(error)))
-                else:
-                    self._ensure_pump(rank)
+            self._submit_all(self._place(batch))
         except BaseException:
             batch.is_abandoned = True
             raise
@@ -134,9 +142,15 @@ class Generations:
         batch.is_abandoned = True
         self._withdraw(lambda entry: entry.batch is batch)
 
+    def _entries(self) -> Iterator[_Pending]:
+        for pending in (*self._pending, self._homeless):
+            yield from pending.values()
+
     def _withdraw(self, is_meant: Callable[[_Pending], bool]) -> None:
         """One call per rank, whatever the number of requests; a lost rank needs none."""
         with self._lock:
+            for entry in self._homeless.values():
+                is_meant(entry)  # marks it; whoever looks for a rank ends it
             names = [
                 [name for name, entry in pending.items() if is_meant(entry)]
                 for pending in self._pending
@@ -145,6 +159,22 @@ class Generations:
         for reply in replies:
             with contextlib.suppress(RankUnavailableError):
                 reply.result()
+
+    def close(self) -> None:
+        """Fail what waits for a rank to come back; the ranks' own end fails the rest."""
+        self._closed = True
+
+    def _submit_all(self, placed: dict[int, list[GenerationRequest]]) -> None:
+        """Submit requests to the ranks that they were placed on, and see that they are awaited."""
+        replies = [(rank, part, self._submit(rank, part)) for rank, part in placed.items()]
+        for rank, part, reply in replies:
+            try:
+                reply.result()
+            except Exception as error:  # noqa: BLE001 - whoever waits must hear of it
+                if not (self._fails_over and isinstance(error, RankUnavailableError)):
+                    for request in part:
+                        self._deliver(rank, TokenDelta(request.request_id, error=_known(error)))
+            self._ensure_pump(rank)  # which hands them on if the rank is lost
 
     def _submit(self, rank: int, requests: list[GenerationRequest]) -> Reply[None]:
         try:
@@ -155,24 +185,87 @@ class Generations:
     def _place(self, batch: Batch) -> dict[int, list[GenerationRequest]]:
         placed: dict[int, list[GenerationRequest]] = {}
         with self._lock:
-            known = {name for pending in self._pending for name in pending}
+            known = {entry.request.request_id for entry in self._entries()}
             for request in batch.requests:
                 if request.request_id in known:
                     raise RequestError(
                         f"request id {request.request_id!r} is in use: choose another"
                     )
                 known.add(request.request_id)
-            rank = batch.dp_rank
+            rank = self._wanted(batch)
             for request, listener in zip(batch.requests, batch.listeners, strict=True):
-                if batch.dp_rank is None and (request.sample_index == 0 or rank is None):
-                    rank = self._router.begin([handle.room for handle in self._ranks]).take(0)
+                if self._wanted(batch) is None and (request.sample_index == 0 or rank is None):
+                    rank = self._choose()
                 assert rank is not None, "the first sample of a prompt chose one"
                 num_tokens = len(request.token_ids) + request.params.max_tokens
                 entry = _Pending(request, listener, batch, -(-num_tokens // self._block_size))
-                self._pending[rank][request.request_id] = entry
-                self._router.debits[rank] += entry.num_blocks
+                self._add(rank, entry)
                 placed.setdefault(rank, []).append(request)
         return placed
+
+    def _wanted(self, batch: Batch) -> int | None:
+        """The rank that the caller chose, unless it is lost and another one may stand in."""
+        rank = batch.dp_rank
+        is_lost = rank is not None and self._ranks[rank].lost is not None
+        return None if is_lost and self._fails_over else rank
+
+    def _choose(self) -> int:
+        return self._router.begin([handle.room for handle in self._ranks]).take(0)
+
+    def _add(self, rank: int, entry: _Pending) -> None:
+        self._pending[rank][entry.request.request_id] = entry
+        self._router.debits[rank] += entry.num_blocks
+
+    def _fail_over(self, rank: int, lost: Exception) -> None:
+        """Let other ranks go on with all that a lost one had."""
+        entries = self._take_all(rank)
+        deadline = time.monotonic() + self._patience_s
+        while all(handle.lost is not None for handle in self._ranks):
+            if self._closed or time.monotonic() > deadline:
+                break
+            time.sleep(_LOOK_S)
+        is_hopeless = all(handle.lost is not None for handle in self._ranks)
+        placed: dict[int, list[GenerationRequest]] = {}
+        over: list[tuple[_Pending, TokenDelta]] = []
+        with self._lock:
+            for entry in entries:
+                name = entry.request.request_id
+                del self._homeless[name]
+                if _is_unwanted(entry):
+                    over.append((entry, TokenDelta(name, output=_aborted(entry.request))))
+                elif is_hopeless:
+                    over.append((entry, TokenDelta(name, error=_known(lost))))
+                else:
+                    target = self._choose()
+                    self._add(target, entry)
+                    placed.setdefault(target, []).append(entry.request)
+                    self.num_failed_over += 1
+        for entry, delta in over:
+            self._tell(entry, delta)
+        self._submit_all(placed)
+        # What was given up meanwhile may have been faster than the submission.
+        self._withdraw(_is_unwanted)
+
+    def _take_all(self, rank: int) -> list[_Pending]:
+        """The requests of a lost rank, with what it has produced of them."""
+        with self._lock:
+            entries = [*self._pending[rank].values()]
+            self._pending[rank].clear()
+            for entry in entries:
+                if not entry.has_started:
+                    self._router.debits[rank] -= entry.num_blocks
+                entry.has_started = False
+                produced = entry.request.produced
+                for delta in entry.produced:
+                    produced += Produced(delta.token_ids, delta.log_probs, delta.top_log_probs)
+                entry.produced.clear()
+                entry.request = replace(
+                    entry.request,
+                    produced=produced,
+                    num_failed_over=entry.request.num_failed_over + 1,
+                )
+                self._homeless[entry.request.request_id] = entry
+        return entries
 
     def _ensure_pump(self, rank: int) -> None:
         with self._lock:
@@ -193,6 +286,9 @@ class Generations:
             try:
                 deltas = self._ranks[rank].poll(_POLL_WAIT_S)
             except Exception as error:  # noqa: BLE001 - whoever waits must hear of it
+                if self._fails_over and not self._closed and self._ranks[rank].lost is not None:
+                    self._fail_over(rank, error)
+                    continue
                 with self._lock:
                     lost = list(self._pending[rank])
                 deltas = [TokenDelta(name, error=_known(error)) for name in lost]
@@ -209,6 +305,11 @@ class Generations:
                 self._router.debits[rank] -= entry.num_blocks
             if delta.is_last:
                 del self._pending[rank][delta.request_id]
+            else:
+                entry.produced.append(delta)
+        self._tell(entry, delta)
+
+    def _tell(self, entry: _Pending, delta: TokenDelta) -> None:
         try:
             entry.listener(delta)
         except Exception:  # noqa: BLE001 - a fault of one caller must not stop the others' outputs
@@ -234,6 +335,19 @@ def sample_id(request_id: str, index: int) -> str:
 
 def _is_unwanted(entry: _Pending) -> bool:
     return entry.is_aborted or entry.batch.is_abandoned
+
+
+def _aborted(request: GenerationRequest) -> TokenOutput:
+    """The output of a request that was given up while no rank had it."""
+    return TokenOutput(
+        request.request_id,
+        request.produced.token_ids,
+        log_probs=request.produced.log_probs,
+        top_log_probs=request.produced.top_log_probs,
+        stop_reason="abort",
+        sample_index=request.sample_index,
+        num_failed_over=request.num_failed_over,
+    )
 
 
 def _known(error: Exception) -> RaykvError:

@@ -35,6 +35,7 @@ class LocalRank(RankHandle):
         self.limits = None if worker is None else worker.engine.limits
         self._lock = threading.RLock()
         self._closed = False
+        self._num_seen = 0  # deltas of the engine
 
     @property
     def stats(self) -> RankStats:
@@ -116,7 +117,9 @@ class LocalRank(RankHandle):
 
     def poll(self, wait_s: float) -> list[TokenDelta]:
         """See RankHandle."""
-        return self._engine().poll("", wait_s)
+        first, deltas = self._engine().poll("", wait_s, self._num_seen)
+        self._num_seen = first + len(deltas)
+        return deltas
 
     def close(self) -> None:
         """See RankHandle."""

@@ -1,9 +1,13 @@
 """What a driver and a rank say to each other; plain data that pickles small.
 
 A driver sends deltas (tokens the rank has not seen) and gets deltas back (blocks it has not seen).
-Each call carries who calls, a call number and the rank's epoch, so that a call repeated after a
-lost reply is answered from memory instead of applied twice, and a call that outlived a restart of
-the rank is refused.
+Each call carries who calls, in which session, a call number and the rank's epoch:
+
+- a call that is repeated after a lost reply is answered from memory instead of applied twice;
+- a call that outlived a restart of the rank is of another epoch, and refused;
+- a driver that gave a rank up, for it was silent or its answers were lost, counts its session up.
+  With the first word of the new session the rank drops all that the driver held there, and refuses
+  what still arrives of the old one: every call that was given up has its tombstone.
 """
 
 from __future__ import annotations
@@ -23,8 +27,7 @@ from raykv.engine.params import EngineLimits, TokenDelta
 
 Operation: TypeAlias = Literal[
     "allocate", "allocate_shared", "cache", "release", "undo", "fork", "explain", "take_swaps",
-    "ack_swaps", "reset_prefix_cache",
-    "check_integrity", "refresh", "submit", "abort",
+    "ack_swaps", "reset_prefix_cache", "check_integrity", "refresh", "submit", "abort", "leave",
 ]  # fmt: skip
 
 
@@ -80,7 +83,8 @@ class Call:
 
     Attributes:
         driver_id: who calls.
-        number: counts the driver's calls to this rank.
+        session: counts how often the driver has given this rank up.
+        number: counts the session's calls to this rank.
         epoch: the rank's epoch as the driver knows it.
         operation: what to do.
         updates: the sequences it is about.
@@ -88,6 +92,7 @@ class Call:
     """
 
     driver_id: str
+    session: int
     number: int
     epoch: int
     operation: Operation
@@ -143,12 +148,30 @@ class RankInfo:
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """What a rank's engine produced for a driver since it last asked.
+    """What a rank's engine produced for a driver.
 
     Attributes:
+        first: the number of the first delta, counted from 0 in the driver's session: what the
+            driver has seen comes again until it says so.
         deltas: in the order they were produced.
         stats: the rank's counters after them.
     """
 
+    first: int
     deltas: list[TokenDelta]
     stats: RankStats
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """A rank's answer to a heartbeat.
+
+    Attributes:
+        info: what it says about itself now.
+        knows_driver: False if the driver's session was dropped, such as when its lease ran out.
+        idle_s: seconds since the thread that owns the rank last moved; 0 where there is none.
+    """
+
+    info: RankInfo
+    knows_driver: bool
+    idle_s: float

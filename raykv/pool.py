@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import queue
+import secrets
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar
 
 from raykv.aio import AsyncPool
 from raykv.config import PoolConfig
@@ -30,9 +31,12 @@ from raykv.engine.worker import RankWorker
 from raykv.errors import NotSupportedError, RankUnavailableError, RequestError
 from raykv.generation import Batch, Generations, Listener, collect, sample_id
 from raykv.local_rank import LocalRank
+from raykv.monitor import Monitor
 from raykv.prompts import Prompts, token_rows
 from raykv.rank_handle import RankHandle, Reply, results
 from raykv.routing import Router
+
+T = TypeVar("T")
 
 
 class BlockManagerPool(KVCacheManager):
@@ -43,7 +47,8 @@ class BlockManagerPool(KVCacheManager):
         ranks: one handle per dp_rank, in order.
 
     Attributes:
-        num_lost_sequences: sequences that were deallocated when their rank was gone already.
+        num_lost_sequences: sequences whose blocks went with a rank that was lost.
+        monitor: heartbeats; runs by itself over Ray.
         generations: requests of this driver that are under way.
     """
 
@@ -52,7 +57,8 @@ class BlockManagerPool(KVCacheManager):
         self.ranks = ranks
         self.num_lost_sequences = 0
         self._router = Router(config.routing, len(ranks))
-        self.generations = Generations(ranks, self._router, config.block_size)
+        self.generations = Generations(ranks, self._router, config)
+        self.monitor = Monitor(ranks, config.ray.heartbeat_s)
         self._tokenizer: Any = None
 
     @classmethod
@@ -72,9 +78,26 @@ class BlockManagerPool(KVCacheManager):
     # -- your scheduler -------------------------------------------------------------------------
 
     def allocate(self, sequences: Sequences, num_tokens: int | Iterable[int] | None = None) -> bool:
-        """See KVCacheManager. One call per rank, all ranks at once."""
+        """See KVCacheManager. One call per rank, all ranks at once.
+
+        A sequence whose rank was lost begins anew on another one: its ``num_computed_tokens`` is
+        what that one has cached.
+
+        Raises:
+            RankUnavailableError: no rank is left, or one was lost and ``on_rank_loss`` says
+                ``report``; nothing new is held.
+        """
         members = flatten(sequences)
         targets = token_targets(members, num_tokens)
+        for _ in range(len(self.ranks)):
+            try:
+                return self._allocate(members, targets)
+            except RankUnavailableError:
+                if not self._fails_over or all(rank.lost for rank in self.ranks):
+                    raise
+        return self._allocate(members, targets)
+
+    def _allocate(self, members: list[Sequence], targets: list[int]) -> bool:
         groups: dict[int, tuple[list[Sequence], list[int]]] = {}
         for rank, sequence, target in zip(
             self._select(members, targets), members, targets, strict=True
@@ -119,11 +142,11 @@ class BlockManagerPool(KVCacheManager):
 
     def get_swap_block_transfer_infos(self) -> list[list[tuple[int, int]]]:
         """See KVCacheManager."""
-        return results([rank.take_swaps() for rank in self.ranks])
+        return self._of_all([rank.take_swaps() for rank in self.ranks], [])
 
     def ack_swaps(self) -> None:
         """See KVCacheManager."""
-        results([rank.ack_swaps() for rank in self.ranks])
+        self._of_all([rank.ack_swaps() for rank in self.ranks], None)
 
     def explain(self, sequence: Sequence) -> MissReport:
         """See KVCacheManager."""
@@ -238,6 +261,7 @@ class BlockManagerPool(KVCacheManager):
                 prompt_id=row_name,
                 call_id=name,
                 retention=retention,
+                seed=secrets.randbits(63),
             )
             for row_name, row in zip(names, rows, strict=True)
             for index in range(params.n)
@@ -282,7 +306,7 @@ class BlockManagerPool(KVCacheManager):
 
     def reset_prefix_cache(self) -> list[int]:
         """See KVCacheManager."""
-        return results([rank.reset_prefix_cache() for rank in self.ranks])
+        return self._of_all([rank.reset_prefix_cache() for rank in self.ranks], 0)
 
     def stats(self) -> PoolStats:
         """See KVCacheManager."""
@@ -290,10 +314,12 @@ class BlockManagerPool(KVCacheManager):
 
     def check_integrity(self) -> None:
         """See KVCacheManager."""
-        results([rank.check_integrity() for rank in self.ranks])
+        self._of_all([rank.check_integrity() for rank in self.ranks], None)
 
     def close(self) -> None:
         """Let go of all ranks; idempotent. Requests under way fail."""
+        self.monitor.stop()
+        self.generations.close()
         for rank in self.ranks:
             rank.close()
 
@@ -310,18 +336,39 @@ class BlockManagerPool(KVCacheManager):
 
     # -- details --------------------------------------------------------------------------------
 
+    @property
+    def _fails_over(self) -> bool:
+        return self.config.ray.on_rank_loss == "fail_over"
+
     def _rank_of(self, sequence: Sequence) -> int | None:
+        """The rank that holds a sequence, or that its caller chose; None if another may."""
         rank = sequence.dp_rank
         if rank is not None and not 0 <= rank < len(self.ranks):
             raise RequestError(
                 f"{sequence!r} belongs to another pool, for this one's ranks are "
                 f"0..{len(self.ranks) - 1}: deallocate it there first"
             )
+        if rank is not None and self._fails_over:
+            if self.ranks[rank].take_lost(sequence):
+                self.num_lost_sequences += 1
+                sequence.forget()
+                return None
+            if self.ranks[rank].lost is not None and sequence.single_block_id is None:
+                return None
         return rank
 
     def _rank_stats(self) -> list[RankStats]:
-        results([rank.refresh() for rank in self.ranks])
+        self._of_all([rank.refresh() for rank in self.ranks], None)
         return [rank.stats for rank in self.ranks]
+
+    def _of_all(self, replies: SequenceOf[Reply[T]], if_lost: T) -> list[T]:
+        """What all ranks say; ``if_lost`` for a lost one, as long as another one is there."""
+        found = [_OrLost(reply) for reply in replies]
+        values = results(found)
+        lost = [one.error for one in found if one.error is not None]
+        if lost and (not self._fails_over or len(lost) == len(found)):
+            raise lost[0]
+        return [if_lost if value is None else value for value in values]
 
     def _select(self, members: list[Sequence], targets: list[int]) -> list[int]:
         """A rank per sequence; what the list itself takes counts against its later members."""
@@ -392,5 +439,21 @@ class _Forgetting:
             self.reply.result()
         except RankUnavailableError:
             for sequence in self.sequences:
+                self.pool.ranks[sequence.dp_rank or 0].take_lost(sequence)
                 sequence.forget()
             self.pool.num_lost_sequences += len(self.sequences)
+
+
+@dataclass(slots=True)
+class _OrLost(Generic[T]):
+    """A reply that a lost rank need not give."""
+
+    reply: Reply[T]
+    error: RankUnavailableError | None = None
+
+    def result(self) -> T | None:
+        try:
+            return self.reply.result()
+        except RankUnavailableError as error:
+            self.error = error
+            return None

@@ -89,7 +89,7 @@ class RankKV(KVCacheManager):
         self.buffers = make_buffers(config, spec)
         self._max_tokens = config.max_tokens_per_sequence
         self.tables = make_tables(config)
-        self._swaps = SwapList(self.block_manager)
+        self._swaps: dict[str, SwapList] = {}  # by the driver whose sequences owe the copies
         self._has_forks = False
         # Rows whose sequences held blocks at a reset. A copy on write would give them a fresh block
         # with old content, so the manager's marks on blocks do not tell.
@@ -162,11 +162,22 @@ class RankKV(KVCacheManager):
 
     def get_swap_block_transfer_infos(self) -> list[list[tuple[int, int]]]:
         """See KVCacheManager."""
-        return [self._swaps.take()]
+        return [self.take_swaps("")]
 
-    def ack_swaps(self) -> None:
-        """See KVCacheManager."""
-        self._swaps.acknowledge()
+    def ack_swaps(self, driver_id: str = "") -> None:
+        """See KVCacheManager; those of one driver."""
+        if driver_id in self._swaps:
+            self._swaps[driver_id].acknowledge()
+
+    def take_swaps(self, driver_id: str) -> list[tuple[int, int]]:
+        """The copies that one driver's sequences owe; see get_swap_block_transfer_infos."""
+        return self._swaps[driver_id].take() if driver_id in self._swaps else []
+
+    def forget_driver(self, driver_id: str) -> None:
+        """Nobody will copy for this driver's sequences any more, which are gone."""
+        self.take_swaps(driver_id)
+        self.ack_swaps(driver_id)
+        self._swaps.pop(driver_id, None)
 
     def explain(self, sequence: Sequence) -> MissReport:
         """See KVCacheManager."""
@@ -397,7 +408,9 @@ class RankKV(KVCacheManager):
         """Give a sequence its own copy of one block, to be filled before it writes."""
         row, state = sequence.single_block_id, sequence.kv_state
         source = int(state.block_ids[index])
-        self._swaps.add(source, target)
+        if sequence.driver_id not in self._swaps:
+            self._swaps[sequence.driver_id] = SwapList(self.block_manager)
+        self._swaps[sequence.driver_id].add(source, target)
         self.block_manager.adopt([source]).release()
         self.tables.table[row, index] = target
         assert row is not None, "a sequence with blocks has a row"

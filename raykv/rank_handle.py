@@ -56,10 +56,19 @@ class RankHandle(ABC):
     Attributes:
         dp_rank: the rank's number.
         limits: what its engine serves; None without one.
+        lost: why nothing can be had from it now; None while it is there.
     """
 
     dp_rank: int
     limits: EngineLimits | None
+    lost: str | None = None
+
+    def beat(self) -> None:  # noqa: B027 - a rank in this process needs none
+        """Look whether the rank lives, and take it back if it does again; never waits."""
+
+    def take_lost(self, sequence: Sequence) -> bool:  # noqa: ARG002
+        """Whether the sequence's blocks went when the rank was lost; says so once."""
+        return False
 
     @property
     @abstractmethod

@@ -4,35 +4,57 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
 
 from raykv.config import PoolConfig
 from raykv.engine.build import build_rank
 from raykv.engine.worker import RankWorker
-from raykv.errors import NotSupportedError
-from raykv.messages import Answer, Call, Outputs, RankInfo
+from raykv.errors import NotSupportedError, RankUnavailableError
+from raykv.messages import Answer, Call, Health, Outputs, RankInfo
 from raykv.rank_service import RankService
+
+T = TypeVar("T")
+
+_LOOKS_PER_LEASE = 4
 
 
 class RankHost:
     """Builds a rank and answers messages. A plain class; ``raykv.actors`` makes it an actor.
 
-    ``call`` and ``poll`` may run on different threads; the rank's own thread does the work where
-    there is an engine, and ``call`` has one caller at a time where there is none.
+    Its methods may be called from any thread; the rank's own thread does the work where there is an
+    engine, and one caller at a time where there is none.
 
     Args:
         config: the pool's configuration, its hash seed drawn.
         dp_rank: the rank's number.
-        epoch: tells this start of the rank from earlier ones.
+        epoch: tells this start of the rank from earlier ones; None draws a later one.
+        clock: seconds, for leases.
     """
 
-    def __init__(self, config: PoolConfig, dp_rank: int, epoch: int) -> None:
+    def __init__(
+        self,
+        config: PoolConfig,
+        dp_rank: int,
+        epoch: int | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
         self._kv, engine = build_rank(config, dp_rank)
-        self._service = RankService(self._kv, epoch, engine)
-        self._stats = self._kv.rank_stats()
+        epoch = time.time_ns() if epoch is None else epoch
         self._worker = None if engine is None else RankWorker(engine)
+        self._service = RankService(
+            self._kv, epoch, engine, clock=clock, on_end=self._forget_outputs
+        )
+        self._stats = self._kv.rank_stats()
+        self._lock = threading.Lock()  # in place of the owning thread
+        self._closed = threading.Event()
 
     def info(self) -> RankInfo:
-        """What drivers need to know; the first call of each, and the health check at start."""
+        """What drivers need to know; the first call of each."""
         worker, buffers = self._worker, self._kv.buffers
         return RankInfo(
             dp_rank=self._kv.dp_rank,
@@ -45,22 +67,103 @@ class RankHost:
             stats=self._stats if worker is None else worker.stats,
         )
 
+    def health(self, driver_id: str, session: int) -> Health:
+        """Answer a heartbeat, which renews the driver's lease; waits for nothing.
+
+        Raises:
+            RankUnavailableError: the rank's engine stopped on a failure.
+        """
+        self._check_alive()
+        known = self._service.leases.renew(driver_id, session)
+        return Health(self.info(), known, self.idle_s)
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the owning thread last moved, while it has work; else 0."""
+        worker = self._worker
+        if worker is None or not worker.is_busy:
+            return 0.0
+        return time.monotonic() - worker.last_moved
+
     def call(self, call: Call) -> Answer:
         """Apply a call; see RankService.apply."""
-        if self._worker is None:
-            answer = self._service.apply(call)
-            self._stats = self._kv.rank_stats()  # `info` runs on a thread that may not look itself
-            return answer
-        return self._worker.call(lambda: self._service.apply(call)).result()
+        return self._owned(lambda: self._service.apply(call))
 
-    def poll(self, driver_id: str, wait_s: float) -> Outputs:
-        """What the engine produced for a driver since; waits up to ``wait_s`` seconds."""
+    def poll(self, driver_id: str, session: int, seen: int, wait_s: float) -> Outputs:
+        """What the engine produced for a driver's session; waits up to ``wait_s`` seconds.
+
+        Args:
+            driver_id: whose.
+            session: which; another one than the driver's current one gets nothing.
+            seen: how many deltas it has had.
+            wait_s: seconds to wait for something new.
+
+        Raises:
+            RankUnavailableError: the session is over.
+        """
         if self._worker is None:
             raise NotSupportedError(f"rank {self._kv.dp_rank} has no engine")
-        deltas = self._worker.poll(driver_id, wait_s)
-        return Outputs(deltas, self._worker.stats)
+        if not self._service.leases.renew(driver_id, session):
+            raise RankUnavailableError(
+                f"rank {self._kv.dp_rank} knows session {session} of driver {driver_id} no more: "
+                "its requests were ended, send them again"
+            )
+        first, deltas = self._worker.poll(driver_id, wait_s, seen)
+        return Outputs(first, deltas, self._worker.stats)
+
+    def expire(self) -> int:
+        """Take back what silent drivers hold; how many drivers that were."""
+        return self._owned(self._service.expire)
+
+    def watch(self, end_process: Callable[[str], object]) -> None:
+        """Look after the rank until it is closed: a thread of its own takes back what silent
+        drivers hold, and ends the process once the engine is dead or stuck, for an actor that
+        lives while its engine is dead looks alive to Ray (Ray 60088).
+
+        Args:
+            end_process: called with the reason.
+        """
+        threading.Thread(
+            target=self._watch, args=(end_process,), name="raykv-watch", daemon=True
+        ).start()
 
     def close(self) -> None:
         """Stop the engine after the step in progress; idempotent."""
+        self._closed.set()
         if self._worker is not None:
             self._worker.close()
+
+    def _watch(self, end_process: Callable[[str], object]) -> None:
+        limit_s = self.config.ray.stuck_timeout_s
+        interval_s = min(self.config.ray.lease_s / _LOOKS_PER_LEASE, 1.0)
+        while not self._closed.wait(interval_s):
+            if self.idle_s > limit_s:
+                end_process(f"its engine has not moved for {self.idle_s:.0f} s")
+                return
+            try:
+                self._check_alive()
+                if self._worker is None:
+                    self.expire()
+                else:
+                    self._worker.call(self._service.expire)  # not awaited: the engine may be stuck
+            except RankUnavailableError as error:
+                if not self._closed.is_set():
+                    end_process(str(error))
+                return
+
+    def _forget_outputs(self, driver_id: str) -> None:
+        if self._worker is not None:
+            self._worker.forget(driver_id)
+
+    def _check_alive(self) -> None:
+        if self._worker is not None:
+            self._worker.check_alive()
+
+    def _owned(self, function: Callable[[], T]) -> T:
+        """Run a function as the owner of the rank."""
+        if self._worker is not None:
+            return self._worker.call(function).result()
+        with self._lock:
+            result = function()
+            self._stats = self._kv.rank_stats()  # heartbeats may not look for themselves
+            return result

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
-from collections.abc import Hashable
+import time
+from collections.abc import Callable
 
 import numpy as np
 
@@ -11,10 +11,9 @@ from raykv.core.sequence import Sequence
 from raykv.core.tokens import BlockIds
 from raykv.engine.engine import Engine
 from raykv.errors import NotSupportedError, RankUnavailableError, RequestError
+from raykv.leases import Lease, Leases
 from raykv.messages import Answer, Call, SequenceState, SequenceUpdate
 from raykv.rank import RankKV
-
-_NUM_REMEMBERED = 64
 
 
 class RankService:
@@ -24,39 +23,76 @@ class RankService:
         kv: the rank.
         epoch: tells this start of the rank from earlier ones.
         engine: the rank's engine, if it has one.
+        clock: seconds, for leases.
+        on_end: called with the id of a driver whose session ended.
+
+    Attributes:
+        leases: the drivers' sessions; ``leases.renew`` may be called from any thread.
     """
 
-    def __init__(self, kv: RankKV, epoch: int, engine: Engine | None = None) -> None:
+    def __init__(
+        self,
+        kv: RankKV,
+        epoch: int,
+        engine: Engine | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        on_end: Callable[[str], object] = lambda _: None,
+    ) -> None:
         self.kv = kv
+        self._on_end = on_end
         self.epoch = epoch
         self._engine = engine
-        self._sequences: dict[tuple[str, Hashable], Sequence] = {}
-        self._answers: defaultdict[str, OrderedDict[int, Answer]] = defaultdict(OrderedDict)
+        self.leases = Leases(f"rank {kv.dp_rank}", kv.config.ray.lease_s, clock)
 
     def apply(self, call: Call) -> Answer:
         """Apply a call, or repeat the answer if it was applied before.
 
+        Calls of one session may overtake each other: sequences that are used in several calls at a
+        time are their driver's to keep apart.
+
         Raises:
-            RankUnavailableError: the call is from before the rank's restart, or so late that its
-                answer is forgotten; nothing changed.
+            RankUnavailableError: the call is from before the rank's restart, of a session that is
+                over, or so late that its answer is forgotten; nothing changed.
         """
         if call.epoch != self.epoch:
             raise RankUnavailableError(
                 f"rank {self.kv.dp_rank} restarted (epoch {self.epoch}, the call is of epoch "
                 f"{call.epoch}): its sequences are gone, send them again"
             )
-        answers = self._answers[call.driver_id]
-        if call.number in answers:
-            return answers[call.number]
-        if answers and call.number < next(reversed(answers)):
+        lease, older = self.leases.find(call.driver_id, call.session)
+        if older is not None:
+            self._end(older)
+        if lease is None:
+            lease = self.leases.open(call.driver_id, call.session)
+        if call.number in lease.answers:
+            return lease.answers[call.number]
+        if call.number <= lease.forgotten:
             raise RankUnavailableError(
                 f"rank {self.kv.dp_rank} refuses call {call.number}, which comes after call "
-                f"{next(reversed(answers))}: it was given up"
+                f"{lease.forgotten + len(lease.answers)}: it may have been applied already"
             )
-        answer = answers[call.number] = self._answer(call)
-        if len(answers) > _NUM_REMEMBERED:
-            answers.popitem(last=False)
+        answer = self._answer(call, lease)
+        lease.remember(answer)
+        if call.operation == "leave":
+            self._end(lease)
         return answer
+
+    def expire(self) -> int:
+        """Take back what drivers hold that were silent for too long; returns how many those are."""
+        expired = self.leases.expired()
+        for lease in expired:
+            self._end(lease)
+        return len(expired)
+
+    def _end(self, lease: Lease) -> None:
+        """Everything of a session comes back; nothing of it is published any more."""
+        if self._engine is not None:
+            self._engine.drop(lease.driver_id)
+        self.kv.deallocate_without_cache(lease.sequences.values())
+        self.kv.forget_driver(lease.driver_id)
+        self.leases.end(lease)
+        self._on_end(lease.driver_id)
 
     def check_integrity(self) -> None:
         """Check the rank's books; raises IntegrityError."""
@@ -65,11 +101,11 @@ class RankService:
         else:
             self._engine.check_integrity()
 
-    def _answer(self, call: Call) -> Answer:
+    def _answer(self, call: Call, lease: Lease) -> Answer:
         value, error = None, None
-        before = [self._block_ids(call.driver_id, update) for update in call.updates]
+        before = [_block_ids(lease, update) for update in call.updates]
         try:
-            value = self._run(call)
+            value = self._run(call, lease)
         except Exception as raised:  # noqa: BLE001 - it travels to the caller
             error = raised.with_traceback(None)  # its frames would keep what they held alive
         return Answer(
@@ -78,36 +114,36 @@ class RankService:
             value=value,
             error=error,
             states=tuple(
-                self._state(call.driver_id, update, ids)
+                self._state(lease, update, ids)
                 for update, ids in zip(call.updates, before, strict=True)
             ),
             stats=self.kv.rank_stats(),
         )
 
-    def _run(self, call: Call) -> object:
+    def _run(self, call: Call, lease: Lease) -> object:
         match call.operation:
-            case "refresh":
+            case "refresh" | "leave":
                 pass
             case "check_integrity":
                 self.check_integrity()
             case "reset_prefix_cache":
                 return self.kv.reset_prefix_cache()[0]
             case "take_swaps":
-                return self.kv.get_swap_block_transfer_infos()[0]
+                return self.kv.take_swaps(call.driver_id)
             case "ack_swaps":
-                self.kv.ack_swaps()
+                self.kv.ack_swaps(call.driver_id)
             case "submit":
                 self._running_engine().submit(call.argument, call.driver_id)
             case "abort":
                 self._running_engine().abort(call.argument, call.driver_id)
             case _:
-                return self._run_on_sequences(call)
+                return self._run_on_sequences(call, lease)
         return None
 
-    def _run_on_sequences(self, call: Call) -> object:
+    def _run_on_sequences(self, call: Call, lease: Lease) -> object:
         sequences: list[Sequence] = []
         try:
-            sequences += (self._sequence(call.driver_id, update) for update in call.updates)
+            sequences += (self._sequence(lease, update) for update in call.updates)
             match call.operation:
                 case "allocate":
                     return self.kv.allocate(sequences, call.argument)
@@ -129,7 +165,7 @@ class RankService:
         finally:
             for sequence in sequences:
                 if sequence.single_block_id is None:
-                    del self._sequences[call.driver_id, sequence.seq_id]
+                    del lease.sequences[sequence.seq_id]
         return True
 
     def _running_engine(self) -> Engine:
@@ -139,10 +175,9 @@ class RankService:
             )
         return self._engine
 
-    def _sequence(self, driver_id: str, update: SequenceUpdate) -> Sequence:
+    def _sequence(self, lease: Lease, update: SequenceUpdate) -> Sequence:
         """The rank's copy of a driver's sequence, brought up to date."""
-        key = (driver_id, update.seq_id)
-        sequence = self._sequences.get(key)
+        sequence = lease.sequences.get(update.seq_id)
         if sequence is None:
             if update.num_known_tokens:
                 raise RequestError(
@@ -155,7 +190,8 @@ class RankService:
                 retention=update.retention,
             )
             sequence.counted = update.counted
-            self._sequences[key] = sequence
+            sequence.driver_id = lease.driver_id
+            lease.sequences[update.seq_id] = sequence
             return sequence
         if not update.num_known_tokens:
             raise RequestError(
@@ -167,12 +203,8 @@ class RankService:
         sequence.kv_state.num_computed_tokens = update.num_computed_tokens
         return sequence
 
-    def _block_ids(self, driver_id: str, update: SequenceUpdate) -> BlockIds:
-        sequence = self._sequences.get((driver_id, update.seq_id))
-        return np.empty(0, np.int32) if sequence is None else sequence.kv_state.block_ids
-
-    def _state(self, driver_id: str, update: SequenceUpdate, before: BlockIds) -> SequenceState:
-        sequence = self._sequences.get((driver_id, update.seq_id))
+    def _state(self, lease: Lease, update: SequenceUpdate, before: BlockIds) -> SequenceState:
+        sequence = lease.sequences.get(update.seq_id)
         if sequence is None:
             return SequenceState(update.seq_id, None, 0, np.empty(0, np.int32), 0, 0)
         state = sequence.kv_state
@@ -187,6 +219,11 @@ class RankService:
             num_shared_blocks=state.num_shared_blocks,
             num_computed_tokens=state.num_computed_tokens,
         )
+
+
+def _block_ids(lease: Lease, update: SequenceUpdate) -> BlockIds:
+    sequence = lease.sequences.get(update.seq_id)
+    return np.empty(0, np.int32) if sequence is None else sequence.kv_state.block_ids
 
 
 def undo(kv: RankKV, sequences: list[Sequence], num_blocks: list[int | None]) -> None:

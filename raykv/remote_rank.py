@@ -4,51 +4,144 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from abc import abstractmethod
-from collections.abc import Callable, Hashable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
+from raykv.config import RayConfig
 from raykv.core.explain import MissReport
-from raykv.core.kv_cache_manager import RankStats
-from raykv.core.sequence import KVCacheState, Sequence
+from raykv.core.kv_cache_manager import NO_ROOM, RankStats, Room
+from raykv.core.sequence import Sequence
 from raykv.engine.params import GenerationRequest, TokenDelta
-from raykv.errors import RequestError
-from raykv.messages import Answer, Call, Operation, Outputs, RankInfo, SequenceState, SequenceUpdate
+from raykv.errors import RankUnavailableError, RaykvError
+from raykv.messages import Answer, Call, Health, Operation, Outputs, RankInfo
+from raykv.mirror import Mirror
 from raykv.rank_handle import Done, Failed, RankHandle, Reply
+
+_RESEND_S = 0.01
+
+
+class ReplyLostError(RankUnavailableError):
+    """Whether a call was applied is not known; sent again, it is applied once."""
 
 
 class RemoteRank(RankHandle):
     """A rank behind messages. Keeps the driver's copies of sequences and counters up to date.
 
+    A rank that died, was silent for too long or knows this driver no more is *lost*: what it held
+    is gone, whatever was sent is given up, and no answer to it is believed, for the next session
+    begins. A heartbeat that is answered again ends that.
+
     Args:
         info: what the rank said of itself.
         driver_id: who this driver is.
+        config: time limits.
+
+    Attributes:
+        info: what the rank said of itself when it was there last.
+        session: counts how often it was lost.
     """
 
-    def __init__(self, info: RankInfo, driver_id: str) -> None:
+    def __init__(self, info: RankInfo, driver_id: str, config: RayConfig) -> None:
         self.info = info
         self.dp_rank = info.dp_rank
         self.limits = info.limits
         self.block_size = info.block_size
         self.driver_id = driver_id
+        self.config = config
+        self.session = 0
         self._stats = info.stats
         self._numbers = itertools.count(1)
-        # Sequences with memory there, by id, and how many of their tokens the rank has.
-        self._held: dict[Hashable, tuple[Sequence, int]] = {}
-        self._lock = threading.Lock()
+        self._num_seen = 0  # deltas of this session
+        self._returned_s: float | None = None
+        self._mirror = Mirror(info.dp_rank, info.block_size)
+        self._interrupted: list[_RemoteReply] = []
+        self._lock = threading.RLock()
+
+    # -- what carries the messages ----------------------------------------------------------------
 
     @abstractmethod
     def send(self, call: Call) -> Reply[Answer]:
-        """Carry a call to the rank; calls arrive in the order they are sent."""
+        """Carry a call to the rank.
+
+        The reply raises ReplyLostError if the call may be sent again, and any other
+        RankUnavailableError if the rank is lost.
+        """
+
+    @abstractmethod
+    def fetch(self, session: int, seen: int, wait_s: float) -> Outputs:
+        """Carry a poll to the rank, and wait for what it answers; raises as ``send``."""
+
+    # -- lost and found ---------------------------------------------------------------------------
+
+    def lose(self, reason: str, session: int | None = None) -> None:
+        """Give the rank up.
+
+        Args:
+            reason: for errors.
+            session: the one that failed; None for the current one. An earlier one was given up.
+        """
+        with self._lock:
+            if session not in {None, self.session} or self.lost is not None:
+                return
+            self.lost = reason
+            self.session += 1
+            self._mirror.lose_all()
+            self._interrupted.clear()
+
+    def hear(self, health: Health) -> None:
+        """Take note of an answer to a heartbeat: lost, or back."""
+        who = f"rank {self.dp_rank}"
+        if self.lost is None:
+            if health.info.epoch != self.info.epoch:
+                self.lose(f"{who} was restarted: its blocks are gone")
+            elif not health.knows_driver:
+                self.lose(
+                    f"{who} was not heard by this driver for {self.config.lease_s:g} s, and took "
+                    "back its blocks"
+                )
+        if self.lost is not None:
+            self._return(health.info)
+
+    def take_lost(self, sequence: Sequence) -> bool:
+        """See RankHandle."""
+        with self._lock:
+            return self._mirror.take_lost(sequence)
+
+    def _return(self, info: RankInfo) -> None:
+        """A lost rank is back, empty as far as this driver is concerned."""
+        with self._lock:
+            self.info, self.limits = info, info.limits
+            self._stats = info.stats
+            self._numbers = itertools.count(1)
+            self._num_seen = 0
+            self._returned_s = time.monotonic()
+            self.lost = None
+            # Its first word is the tombstone of all that was given up; nobody waits for the answer.
+            self.send(self._new_call("refresh"))
+
+    @property
+    def room(self) -> Room:
+        """See RankHandle; a lost rank has nothing, one that is back offers more by and by."""
+        if self.lost is not None:
+            return NO_ROOM
+        room = self._stats.room
+        if self._returned_s is not None:
+            ramp = (time.monotonic() - self._returned_s) / max(self.config.ramp_s, 1e-9)
+            if ramp < 1:
+                blocks = (int(ramp * room.num_available_blocks), int(ramp * room.num_free_blocks))
+                return Room(*blocks, room.num_free_single_blocks)
+            self._returned_s = None
+        return room
+
+    # -- calls ------------------------------------------------------------------------------------
 
     @property
     def stats(self) -> RankStats:
-        """The rank's counters as of its last reply."""
-        return self._stats
+        """The rank's counters as of its last reply; zeros while it is lost."""
+        return self._stats if self.lost is None else RankStats()
 
     def allocate(self, sequences: list[Sequence], num_tokens: list[int]) -> Reply[bool]:
         """See RankHandle."""
@@ -108,93 +201,109 @@ class RemoteRank(RankHandle):
         """See RankHandle."""
         return self._call("abort", argument=list(request_ids))
 
-    def take(self, outputs: Outputs) -> list[TokenDelta]:
-        """Note the counters that came with outputs; for ``poll``."""
+    def poll(self, wait_s: float) -> list[TokenDelta]:
+        """See RankHandle."""
         with self._lock:
+            session, seen = self.session, self._num_seen
+            if self.lost is not None:
+                raise RankUnavailableError(self.lost)
+        try:
+            outputs = self.fetch(session, seen, wait_s)
+        except ReplyLostError:
+            return []  # what was lost comes again
+        except RankUnavailableError as error:
+            self.lose(str(error), session)
+            raise
+        with self._lock:
+            if session != self.session:
+                return []
+            new = outputs.deltas[max(0, self._num_seen - outputs.first) :]
+            self._num_seen = max(self._num_seen, outputs.first + len(outputs.deltas))
             self._stats = outputs.stats
-        return outputs.deltas
+        return new
+
+    def leave(self) -> Reply[None]:
+        """End the session: what this driver holds comes back."""
+        return self._call("leave")
 
     def _call(
         self, operation: Operation, sequences: list[Sequence] | None = None, argument: Any = None
     ) -> Reply[Any]:
+        self._settle_interrupted()
         sequences = sequences or []
         with self._lock:
+            if self.lost is not None:
+                return Failed(RankUnavailableError(self.lost))
             try:
-                updates = tuple(self._update(sequence) for sequence in sequences)
-            except RequestError as error:
+                call = self._new_call(operation, sequences, argument)
+            except RaykvError as error:
                 return Failed(error)
-            call = Call(
-                self.driver_id, next(self._numbers), self.info.epoch, operation, updates, argument
-            )
-            return _RemoteReply(
-                self.send(call), lambda answer: self._apply(answer, call, sequences)
-            )
+            return _RemoteReply(self, call, sequences, self.send(call))
 
-    def _update(self, sequence: Sequence) -> SequenceUpdate:
-        holder, known = self._held.get(sequence.seq_id, (None, 0))
-        if sequence.single_block_id is None:
-            known = 0
-        elif holder is not sequence:
-            raise RequestError(
-                f"{sequence!r} belongs to another pool or rank: deallocate it there first"
-            )
-        state = sequence.kv_state
-        return SequenceUpdate(
-            seq_id=sequence.seq_id,
-            num_known_tokens=known,
-            token_ids=sequence.token_ids[known:],
-            num_computed_tokens=state.num_computed_tokens,
-            num_known_blocks=state.num_blocks,
-            namespace=sequence.namespace,
-            retention=sequence.retention,
-            counted=sequence.counted,
-        )
+    def _new_call(
+        self, operation: Operation, sequences: SequenceOf[Sequence] = (), argument: Any = None
+    ) -> Call:
+        updates = tuple(self._mirror.update(sequence) for sequence in sequences)
+        number, epoch = next(self._numbers), self.info.epoch
+        return Call(self.driver_id, self.session, number, epoch, operation, updates, argument)
 
-    def _apply(self, answer: Answer, call: Call, sequences: list[Sequence]) -> Any:
+    def await_answer(self, reply: _RemoteReply) -> Any:
+        """Wait for a reply; send its call again where the answer was lost."""
+        call, answer = reply.call, reply.answer
+        deadline = time.monotonic() + self.config.call_timeout_s
+        pause_s = 0.0
+        while True:
+            try:
+                got = answer.result()
+                break
+            except ReplyLostError as error:
+                if time.monotonic() > deadline:
+                    self.lose(str(error), call.session)
+                    raise
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s + _RESEND_S, 1.0)
+            except RankUnavailableError as error:
+                self.lose(str(error), call.session)
+                raise
+            except BaseException as error:
+                # An interrupt must not lose what the call did: the next call reads the answer.
+                if not isinstance(error, Exception):
+                    with self._lock:
+                        self._interrupted.append(reply)
+                raise
+            with self._lock:
+                self._check_session(call)
+                answer = self.send(call)
         with self._lock:
-            self._stats = answer.stats
-            for sequence, update, state in zip(sequences, call.updates, answer.states, strict=True):
-                # A failed call may have come to some of the sequences, but admitted none.
-                if answer.error is None or self._holds(sequence):
-                    num_sent = update.num_known_tokens + len(update.token_ids)
-                    self._mirror(sequence, state, num_sent)
-                    if call.operation in {"release", "undo"} and state.single_block_id is None:
-                        sequence.forget()
-        if answer.error is not None:
-            raise answer.error
-        return answer.value
+            self._check_session(call)
+            self._stats = got.stats
+            self._mirror.apply(got, call, reply.sequences)
+        if got.error is not None:
+            raise got.error
+        return got.value
 
-    def _holds(self, sequence: Sequence) -> bool:
-        return self._held.get(sequence.seq_id, (None, 0))[0] is sequence
+    def _check_session(self, call: Call) -> None:
+        if call.session != self.session:
+            raise RankUnavailableError(self.lost or f"rank {self.dp_rank} was lost meanwhile")
 
-    def _mirror(self, sequence: Sequence, state: SequenceState, num_sent: int) -> None:
-        """Bring the driver's copy of a sequence to what the rank holds."""
-        if state.single_block_id is None:
-            if self._holds(sequence):
-                del self._held[sequence.seq_id]
-                sequence.forget()
-            return
-        block_ids = sequence.kv_state.block_ids
-        known = state.num_blocks - len(state.block_ids)
-        if not np.array_equal(block_ids[known:], state.block_ids):
-            block_ids = np.concatenate((block_ids[:known], state.block_ids))
-            block_ids.flags.writeable = False
-        if sequence.single_block_id is None:
-            sequence.counted = True
-            sequence.kv_state = KVCacheState(num_computed_tokens=state.num_computed_tokens)
-        sequence.dp_rank, sequence.single_block_id = self.dp_rank, state.single_block_id
-        sequence.kv_state.block_size = self.block_size
-        sequence.kv_state.num_shared_blocks = state.num_shared_blocks
-        sequence.kv_state.block_ids = block_ids
-        self._held[sequence.seq_id] = (sequence, num_sent)
+    def _settle_interrupted(self) -> None:
+        with self._lock:
+            replies, self._interrupted = self._interrupted, []
+        for reply in replies:
+            try:
+                reply.result()
+            except Exception:  # noqa: BLE001, PERF203, S110 - whose call it was has heard another one
+                pass
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _RemoteReply:
     """A reply that updates the driver's copies when it is read."""
 
+    rank: RemoteRank
+    call: Call
+    sequences: list[Sequence]
     answer: Reply[Answer]
-    apply: Callable[[Answer], Any]
 
     def result(self) -> Any:
-        return self.apply(self.answer.result())
+        return self.rank.await_answer(self)

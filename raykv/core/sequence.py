@@ -73,6 +73,7 @@ class Sequence:
 
     Attributes:
         owner: who holds its blocks; set by allocation, forgotten by reset.
+        driver_id: of a rank's copy, the driver whose sequence it is.
         dp_rank: the rank that holds its blocks; None before the first allocation and after reset.
         single_block_id: its row in the rank's block table, 1..num_single_blocks-1.
         linear_state_slot: its live slot of recurrent state.
@@ -82,7 +83,7 @@ class Sequence:
     """
 
     __slots__ = (
-        "_buffer", "_num_tokens", "counted", "dp_rank", "host_kv_state", "kv_state",
+        "_buffer", "_num_tokens", "counted", "dp_rank", "driver_id", "host_kv_state", "kv_state",
         "linear_state_slot", "max_new_tokens", "namespace", "num_prompt_tokens", "owner",
         "retention", "seq_id", "single_block_id",
     )  # fmt: skip
@@ -102,6 +103,7 @@ class Sequence:
         self.namespace = require_namespace(namespace)
         self.max_new_tokens = max_new_tokens
         self.retention = retention
+        self.driver_id = ""
         self.counted = False  # whether hit statistics know it: admissions after preemption do not
         self.forget()
 

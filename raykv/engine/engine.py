@@ -21,6 +21,8 @@ from .params import EngineLimits, GenerationRequest, SamplingParams, StopReason,
 from .sampler import log_probs, sample, top
 from .scheduler import Scheduler, Task
 
+_OWNER = "engine"  # whose sequences owe copies; drivers have other names
+
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
@@ -121,9 +123,19 @@ class Engine:
                 max_new_tokens=params.max_tokens,
                 retention=request.retention,
             )
-            seed = secrets.randbits(63) if params.seed is None else params.seed
-            arrival = next(self._arrivals)
-            task = Task(request, driver_id, arrival, sequence, seed, times=[self._clock()])
+            sequence.driver_id = _OWNER
+            before = request.produced
+            sequence.extend(before.token_ids)
+            task = Task(
+                request,
+                driver_id,
+                next(self._arrivals),
+                sequence,
+                _seed(request),
+                log_probs=list(before.log_probs),
+                top_log_probs=list(before.top_log_probs),
+                times=[self._clock()],
+            )
             self._tasks[key] = task
             self.scheduler.add(task)
 
@@ -138,6 +150,12 @@ class Engine:
                 output = task.output("abort", self.kv.dp_rank, self._clock())
                 self.scheduler.remove(task)
                 self._aborted.append((driver_id, TokenDelta(request_id, output=output)))
+
+    def drop(self, driver_id: str) -> None:
+        """End all requests of a driver, and report nothing: it does not listen any more."""
+        for key in [key for key in self._tasks if key[0] == driver_id]:
+            self.scheduler.remove(self._tasks.pop(key))
+        self._aborted = [entry for entry in self._aborted if entry[0] != driver_id]
 
     def step(self) -> list[tuple[str, TokenDelta]]:
         """Run the model once over what the scheduler chose.
@@ -211,12 +229,12 @@ class Engine:
 
     def _copy_forked(self) -> None:
         """Do the block copies that forked sequences need before they write."""
-        [swaps] = self.kv.get_swap_block_transfer_infos()
+        swaps = self.kv.take_swaps(_OWNER)
         if swaps:
             try:
                 self.model.copy_blocks(*zip(*swaps, strict=True))
             finally:  # a copy that failed ends its sequences, so nothing waits for it
-                self.kv.ack_swaps()
+                self.kv.ack_swaps(_OWNER)
 
     def _batch(self, step: list[tuple[Task, int]]) -> StepBatch:
         """Pack the step without padding; block tables are rows of the rank's dense array."""
@@ -251,11 +269,15 @@ class Engine:
         position = sequence.num_tokens
         token = sample(logits, params, task.seed, task.request.sample_index, position)
         sequence.append(token)
+        chosen: tuple[float, ...] = ()
+        likeliest: tuple[tuple[tuple[int, float], ...], ...] = ()
         if params.logprobs:
             values = log_probs(logits)
-            task.log_probs.append(float(values[token]))
+            chosen = (float(values[token]),)
             if params.logprobs > 1:
-                task.top_log_probs.append(top(values, params.logprobs))
+                likeliest = (top(values, params.logprobs),)
+            task.log_probs += chosen
+            task.top_log_probs += likeliest
         if len(task.times) == 2:
             task.times.append(now)
         try:
@@ -263,11 +285,11 @@ class Engine:
         except Exception as error:  # noqa: BLE001 - whatever the tokenizer throws, likewise
             return self._fail(task, "the tokenizer", error)
         if reason is None:
-            return TokenDelta(task.request.request_id, (token,))
+            return TokenDelta(task.request.request_id, (token,), chosen, likeliest)
         output = task.output(reason, self.kv.dp_rank, now)
         del self._tasks[task.driver_id, task.request.request_id]
         self.scheduler.remove(task)
-        return TokenDelta(task.request.request_id, (token,), output)
+        return TokenDelta(task.request.request_id, (token,), chosen, likeliest, output)
 
     def _stop_reason(self, task: Task, token: int, params: SamplingParams) -> StopReason | None:
         if token in params.stop_token_ids or (token in self._eos and not params.ignore_eos):
@@ -292,3 +314,10 @@ class Engine:
                 f"its memory was given back, send it again or look into {culprit}"
             )
         return TokenDelta(request_id, error=error)
+
+
+def _seed(request: GenerationRequest) -> int:
+    for seed in (request.params.seed, request.seed):
+        if seed is not None:
+            return seed
+    return secrets.randbits(63)

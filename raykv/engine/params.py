@@ -87,6 +87,31 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class Produced:
+    """Tokens of an output that is not finished.
+
+    Attributes:
+        token_ids: the tokens.
+        log_probs: of each of them, if asked for.
+        top_log_probs: the likeliest tokens at each, if asked for.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    log_probs: tuple[float, ...] = ()
+    top_log_probs: tuple[tuple[tuple[int, float], ...], ...] = ()
+
+    def __add__(self, more: Produced) -> Produced:
+        return Produced(
+            self.token_ids + more.token_ids,
+            self.log_probs + more.log_probs,
+            self.top_log_probs + more.top_log_probs,
+        )
+
+
+NOTHING = Produced()
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One continuation to compute, as it travels to a rank.
 
@@ -99,6 +124,10 @@ class GenerationRequest:
         prompt_id: equal for the continuations of one prompt, which share its blocks.
         call_id: equal for all prompts of one call.
         retention: how dearly its cached blocks are kept.
+        seed: of its random numbers where ``params`` has none, so that a rank that takes the request
+            over goes on as the first one would have; None lets the engine draw one.
+        produced: what a rank produced that was lost since.
+        num_failed_over: times that its rank was lost.
     """
 
     request_id: str
@@ -109,6 +138,9 @@ class GenerationRequest:
     prompt_id: str = ""
     call_id: str = ""
     retention: Retention = DEFAULT_RETENTION
+    seed: int | None = None
+    produced: Produced = NOTHING
+    num_failed_over: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +155,7 @@ class TokenOutput:
         stop_reason: ``stop`` (end-of-sequence, stop token or string), ``length`` or ``abort``.
         num_cached_tokens: prompt tokens that the first admission found in the prefix cache.
         num_preempted: times that its memory was taken away and recomputed.
+        num_failed_over: times that its rank was lost and another one went on.
         weights_version: version of the weights that produced it.
         top_log_probs: per token the likeliest tokens and their log-probabilities.
         sample_index: which of the ``n`` continuations it is.
@@ -140,6 +173,7 @@ class TokenOutput:
     stop_reason: StopReason = "stop"
     num_cached_tokens: int = 0
     num_preempted: int = 0
+    num_failed_over: int = 0
     weights_version: int = 0
     top_log_probs: tuple[tuple[tuple[int, float], ...], ...] = ()
     text: str = ""
@@ -158,12 +192,16 @@ class TokenDelta:
     Attributes:
         request_id: which request it belongs to.
         token_ids: new tokens.
+        log_probs: of each of them, if asked for.
+        top_log_probs: the likeliest tokens at each, if asked for.
         output: the finished output, with the last delta.
         error: why the request failed, in place of an output.
     """
 
     request_id: str
     token_ids: tuple[int, ...] = ()
+    log_probs: tuple[float, ...] = ()
+    top_log_probs: tuple[tuple[tuple[int, float], ...], ...] = ()
     output: TokenOutput | None = None
     error: RaykvError | None = None
 

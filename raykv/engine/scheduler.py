@@ -76,6 +76,7 @@ class Task:
             stop_reason=stop_reason,  # type: ignore[arg-type]
             num_cached_tokens=self.num_cached_tokens or 0,
             num_preempted=self.num_preempted,
+            num_failed_over=self.request.num_failed_over,
             weights_version=self.request.namespace.weights_version,
             top_log_probs=tuple(self.top_log_probs),
             sample_index=self.request.sample_index,
@@ -267,6 +268,7 @@ def _is_same_prompt(task: Task, other: Task) -> bool:
     ours, theirs = task.request, other.request
     return (
         other.num_cached_tokens is None
+        and not theirs.produced.token_ids  # it has begun already, on a rank that was lost
         and task.driver_id == other.driver_id
         and bool(ours.prompt_id)
         and ours.prompt_id == theirs.prompt_id

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from raykv.core.kv_cache_manager import RankStats
@@ -20,6 +22,19 @@ T = TypeVar("T")
 _BLOCKED_WAIT_S = 0.01
 
 
+@dataclass(slots=True)
+class _Channel:
+    """What was produced for one driver and not seen by it yet.
+
+    Attributes:
+        first: the number of the first delta.
+        deltas: in order.
+    """
+
+    first: int = 0
+    deltas: list[TokenDelta] = field(default_factory=list)
+
+
 class RankWorker:
     """Owns an engine and its rank's KV; every other thread goes through it.
 
@@ -28,7 +43,8 @@ class RankWorker:
 
     Attributes:
         stats: the rank's counters as of the last call or step.
-        last_moved: ``time.monotonic`` of the owning thread's last turn: old means stuck.
+        last_moved: ``time.monotonic`` of the owning thread's last turn; old while ``is_busy`` means
+            stuck.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -36,9 +52,10 @@ class RankWorker:
         self.last_moved = time.monotonic()
         self.stats: RankStats = engine.kv.rank_stats()
         self._calls: deque[tuple[Callable[[], object], Future[object]]] = deque()
-        self._outputs: defaultdict[str, list[TokenDelta]] = defaultdict(list)  # by driver id
+        self._channels: dict[str, _Channel] = {}  # by driver id
         self._changed = threading.Condition()
         self._closed = False
+        self._pid = os.getpid()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(
             target=self._run, name=f"raykv-rank-{engine.kv.dp_rank}", daemon=True
@@ -48,9 +65,16 @@ class RankWorker:
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Run a function on the owning thread, between two steps."""
         future: Future[T] = Future()
+        if os.getpid() != self._pid:
+            raise RankUnavailableError(
+                f"rank {self.engine.kv.dp_rank} lives in process {self._pid}, and a fork of it has "
+                "no thread to run it: make pools after forking"
+            )
         with self._changed:
             if self._closed:
                 raise self._unavailable()
+            if not self.is_busy:
+                self.last_moved = time.monotonic()  # from now on it has to move
             self._calls.append((function, future))  # type: ignore[arg-type]
             self._changed.notify_all()
         return future
@@ -60,17 +84,45 @@ class RankWorker:
         """Whether it was closed, or stopped on a failure."""
         return self._closed
 
-    def poll(self, driver_id: str, wait_s: float) -> list[TokenDelta]:
-        """Take what was produced for a driver, waiting up to ``wait_s`` seconds for something.
+    @property
+    def is_busy(self) -> bool:
+        """Whether the owning thread has something to do: then ``last_moved`` advances."""
+        return bool(self._calls) or self.engine.has_work
+
+    def check_alive(self) -> None:
+        """Raises RankUnavailableError if the owning thread has ended."""
+        if self._closed:
+            raise self._unavailable()
+
+    def poll(self, driver_id: str, wait_s: float, seen: int = 0) -> tuple[int, list[TokenDelta]]:
+        """What was produced for a driver, waiting up to ``wait_s`` seconds for something.
+
+        Args:
+            driver_id: whose.
+            wait_s: seconds to wait.
+            seen: deltas that it has seen: those are forgotten, all others come (again).
+
+        Returns:
+            The number of the first delta, counted from 0, and the deltas.
 
         Raises:
             RankUnavailableError: nothing is left and nothing will come.
         """
+
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or driver_id in self._outputs, wait_s)
-            if self._closed and driver_id not in self._outputs:
+            # Once the driver is forgotten this is not its channel any more, and stays silent.
+            channel = self._channels.setdefault(driver_id, _Channel())
+            del channel.deltas[: max(0, seen - channel.first)]
+            channel.first = max(seen, channel.first)
+            self._changed.wait_for(lambda: self._closed or bool(channel.deltas), wait_s)
+            if self._closed and not channel.deltas:
                 raise self._unavailable()
-            return self._outputs.pop(driver_id, [])
+            return channel.first, list(channel.deltas)
+
+    def forget(self, driver_id: str) -> None:
+        """Drop what was produced for a driver; the next delta for it is number 0."""
+        with self._changed:
+            self._channels.pop(driver_id, None)
 
     def close(self) -> None:
         """Stop the thread after the step in progress; pending calls fail."""
@@ -133,7 +185,7 @@ class RankWorker:
         if deltas:
             with self._changed:
                 for driver_id, delta in deltas:
-                    self._outputs[driver_id].append(delta)
+                    self._channels.setdefault(driver_id, _Channel()).deltas.append(delta)
                 self._changed.notify_all()
 
     def _unavailable(self) -> RankUnavailableError:

@@ -56,12 +56,21 @@ def workers():
         assert not worker._thread.is_alive()
 
 
+def poll(worker, driver_id, wait_s):
+    """What came since the last time, as a driver that counts what it has seen."""
+    seen = worker.__dict__.setdefault("seen", {})
+    first, deltas = worker.poll(driver_id, wait_s, seen.get(driver_id, 0))
+    assert first == seen.get(driver_id, 0)
+    seen[driver_id] = first + len(deltas)
+    return deltas
+
+
 def outputs_of(worker, count, driver_id=""):
     """Poll until so many requests are over: {request id: output or error}."""
     over, stop = {}, time.monotonic() + SOON_S
     while len(over) < count:
         assert time.monotonic() < stop, f"only {over} came"
-        for delta in worker.poll(driver_id, 0.5):
+        for delta in poll(worker, driver_id, 0.5):
             if delta.is_last:
                 over[delta.request_id] = delta.output or delta.error
     return over
@@ -78,7 +87,7 @@ def test_outputs_come_to_the_driver_that_asked(workers):
         submit(worker, request, driver_id=driver_id)
     for driver_id, request in requests.items():
         assert same(outputs_of(worker, 1, driver_id)["x"], expected(request))
-    assert worker.poll("c", 0) == []
+    assert poll(worker, "c", 0) == []
     worker.call(lambda: assert_drained(worker.engine)).result(SOON_S)
 
 
@@ -161,11 +170,11 @@ def test_a_caller_that_gives_up_harms_nobody(workers):
 def test_poll_waits_wakes_and_gives_up_in_time(workers):
     worker = workers()
     start = time.monotonic()
-    assert worker.poll("", 0.1) == []
+    assert poll(worker, "", 0.1) == []
     assert 0.1 <= time.monotonic() - start < 5
-    assert worker.poll("", 0) == []
+    assert poll(worker, "", 0) == []
     got = []
-    waiter = threading.Thread(target=lambda: got.extend(worker.poll("", SOON_S)))
+    waiter = threading.Thread(target=lambda: got.extend(poll(worker, "", SOON_S)))
     waiter.start()
     start = time.monotonic()
     submit(worker, ask("x", prompt(9), max_tokens=1))
@@ -229,7 +238,7 @@ def test_memory_of_other_schedulers_neither_blocks_nor_spins(workers):
         return schedule()
 
     worker.engine.scheduler.schedule = counted
-    assert worker.poll("", 0.3) == []
+    assert poll(worker, "", 0.3) == []
     assert len(turns) < 60, "it looks again every 10 ms, no more"
     assert len(worker.engine.model.batches) == 0
     start = time.monotonic()
@@ -260,14 +269,14 @@ def test_close_fails_calls_polls_and_is_idempotent(workers):
     given_up.cancel()
     errors = []
 
-    def poll():
+    def wait():
         try:
             while True:
-                worker.poll("", SOON_S)
+                poll(worker, "", SOON_S)
         except RankUnavailableError as error:
             errors.append(error)
 
-    pollers = [threading.Thread(target=poll) for _ in range(3)]
+    pollers = [threading.Thread(target=wait) for _ in range(3)]
     closers = [threading.Thread(target=worker.close) for _ in range(2)]
     for thread in pollers + closers:
         thread.start()
@@ -294,16 +303,17 @@ def test_a_call_may_close_its_worker(workers):
 def test_outputs_made_before_the_end_are_still_handed_out(workers):
     worker = workers()
     request = ask("x", prompt(9), max_tokens=1)
+    assert poll(worker, "", 0) == []
     submit(worker, request)
     deadline = time.monotonic() + SOON_S
-    while not worker._outputs:
+    while not worker._channels[""].deltas:
         assert time.monotonic() < deadline
         time.sleep(0.001)
     worker.close()
-    [delta] = worker.poll("", 1)
+    [delta] = poll(worker, "", 1)
     assert same(delta.output, expected(request))
     with pytest.raises(RankUnavailableError):
-        worker.poll("", 1)
+        poll(worker, "", 1)
 
 
 def test_a_bug_in_a_step_ends_the_worker_and_everybody_hears_of_it(workers):
@@ -311,13 +321,13 @@ def test_a_bug_in_a_step_ends_the_worker_and_everybody_hears_of_it(workers):
     model = worker.engine.model
     got = []
 
-    def poll():
+    def wait():
         try:
-            worker.poll("other", SOON_S)
+            poll(worker, "other", SOON_S)
         except RankUnavailableError as error:
             got.append(error)
 
-    poller = threading.Thread(target=poll)
+    poller = threading.Thread(target=wait)
     poller.start()
     model.hold()
     submit(worker, ask("x", prompt(9)))
@@ -334,11 +344,11 @@ def test_a_bug_in_a_step_ends_the_worker_and_everybody_hears_of_it(workers):
     assert not poller.is_alive()
     with pytest.raises(RankUnavailableError, match="wet"):
         nested.result(SOON_S)
-    worker._outputs.clear()
+    worker._channels.clear()
     for use in (
-        lambda: worker.poll("", SOON_S),
+        lambda: poll(worker, "", SOON_S),
         lambda: worker.call(lambda: 1),
-        lambda: worker.poll("other", 0),
+        lambda: poll(worker, "other", 0),
     ):
         with pytest.raises(RankUnavailableError, match=r"rank 0 stopped on IntegrityError.*wet"):
             use()

@@ -1,0 +1,111 @@
+"""Which drivers a rank knows, in which session, and until when."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+from raykv.core.sequence import Sequence
+from raykv.errors import RankUnavailableError
+from raykv.messages import Answer
+
+_NUM_REMEMBERED = 64
+_MAX_ENDED = 4096
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """One session of one driver.
+
+    Attributes:
+        driver_id: whose.
+        session: which.
+        expires_s: when it ends unless the driver is heard of, on the rank's clock.
+        sequences: the rank's copies of the driver's sequences, by their ids.
+        answers: the latest answers, by call number.
+        forgotten: the highest call number whose answer is not remembered any more.
+    """
+
+    driver_id: str
+    session: int
+    expires_s: float
+    sequences: dict[Hashable, Sequence] = field(default_factory=dict)
+    answers: OrderedDict[int, Answer] = field(default_factory=OrderedDict)
+    forgotten: int = 0
+
+    def remember(self, answer: Answer) -> None:
+        """Keep an answer for whoever asks again; the oldest one goes."""
+        self.answers[answer.number] = answer
+        if len(self.answers) > _NUM_REMEMBERED:
+            number, _ = self.answers.popitem(last=False)
+            self.forgotten = max(self.forgotten, number)
+
+
+class Leases:
+    """The sessions that hold something here. A driver is known while it is heard of.
+
+    One thread opens and ends sessions; ``renew`` may come from any.
+
+    Args:
+        who: names the rank in errors.
+        lease_s: seconds that a driver may be silent.
+        clock: seconds.
+    """
+
+    def __init__(self, who: str, lease_s: float, clock: Callable[[], float]) -> None:
+        self.lease_s = lease_s
+        self._who = who
+        self._clock = clock
+        self._open: dict[str, Lease] = {}
+        self._ended: OrderedDict[str, int] = OrderedDict()  # the last session that was ended
+
+    def all(self) -> list[Lease]:
+        """Sessions that are open."""
+        return list(self._open.values())
+
+    def find(self, driver_id: str, session: int) -> tuple[Lease | None, Lease | None]:
+        """The session's lease, renewed, and an older one of the driver that it replaces.
+
+        Raises:
+            RankUnavailableError: the session is over.
+        """
+        lease = self._open.get(driver_id)
+        if session <= self._ended.get(driver_id, -1) or (lease and session < lease.session):
+            raise RankUnavailableError(
+                f"{self._who} refuses a call of session {session} of driver {driver_id}: it is "
+                f"over, for the driver gave it up or was silent for {self.lease_s:g} s; its blocks "
+                "are gone, allocate again"
+            )
+        if lease is None or lease.session == session:
+            if lease is not None:
+                lease.expires_s = self._clock() + self.lease_s
+            return lease, None
+        return None, lease
+
+    def open(self, driver_id: str, session: int) -> Lease:
+        """Begin a session; the one before must have been ended."""
+        lease = Lease(driver_id, session, self._clock() + self.lease_s)
+        self._open[driver_id] = lease
+        return lease
+
+    def end(self, lease: Lease) -> None:
+        """Know the session no more, and refuse what still comes of it."""
+        del self._open[lease.driver_id]
+        self._ended[lease.driver_id] = lease.session
+        self._ended.move_to_end(lease.driver_id)
+        if len(self._ended) > _MAX_ENDED:
+            self._ended.popitem(last=False)
+
+    def renew(self, driver_id: str, session: int) -> bool:
+        """Note a sign of life; whether the session can go on or begin."""
+        lease = self._open.get(driver_id)
+        if lease is not None and lease.session == session:
+            lease.expires_s = self._clock() + self.lease_s
+            return True
+        return session > self._ended.get(driver_id, -1)
+
+    def expired(self) -> list[Lease]:
+        """Sessions whose driver was silent for too long."""
+        now = self._clock()
+        return [lease for lease in self.all() if lease.expires_s < now]
