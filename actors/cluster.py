@@ -12,11 +12,11 @@ from typing import Any
 
 import ray
 from ray._private import ray_constants
+from ray.util import get_placement_group, remove_placement_group
 from ray.util import placement_group as make_placement_group
-from ray.util import remove_placement_group
 
 from raykv.config import PoolConfig, RayConfig
-from raykv.errors import ConfigError, RankUnavailableError
+from raykv.errors import ConfigError, RankUnavailableError, RequestError
 
 _OBJECT_STORE_BYTES = 256 * 2**20  # messages only: KV never travels through the object store
 
@@ -43,6 +43,28 @@ def acquire(config: PoolConfig, namespace: str | None) -> Callable[[], None]:
             _is_own_local = is_local()
             _start(config, namespace)
             _own_address, _num_users = _address(), 0
+        if _address() != _own_address:
+            return _nothing
+        _num_users += 1
+    return _release
+
+
+def acquire_running(namespace: str | None) -> Callable[[], None]:
+    """Make sure that a Ray that others started runs here; see ``acquire``.
+
+    Raises:
+        RequestError: there is none to join.
+    """
+    global _own_address, _is_own_local, _num_users  # noqa: PLW0603 - Ray is global to the process
+    with _lock:
+        if not ray.is_initialized():
+            if is_local():
+                raise RequestError(
+                    "no Ray runs here, so no pool either: call ray.init(address=...) first, or set "
+                    "RAY_ADDRESS, as in a Ray job"
+                )
+            ray.init(namespace=namespace)
+            _own_address, _is_own_local, _num_users = _address(), False, 0
         if _address() != _own_address:
             return _nothing
         _num_users += 1
@@ -85,7 +107,7 @@ def check_resources(config: PoolConfig) -> None:
     )
 
 
-def reserve(config: PoolConfig, lifetime: str | None) -> Any:
+def reserve(config: PoolConfig, lifetime: str | None, name: str | None) -> Any:
     """A placement group with a bundle per rank, or None where nothing needs one."""
     bundle = {"CPU": config.ray.num_cpus, "GPU": config.ray.num_gpus}
     bundle = {resource: amount for resource, amount in bundle.items() if amount}
@@ -95,6 +117,7 @@ def reserve(config: PoolConfig, lifetime: str | None) -> Any:
         [bundle] * config.dp_size,
         strategy=config.ray.placement_strategy,
         lifetime=lifetime if lifetime == "detached" else None,  # the other word is for actors only
+        name=name or "",
     )
 
 
@@ -116,6 +139,12 @@ def free_resources() -> str:
     """What the cluster has left, in words."""
     free = ray.available_resources()
     return f"{free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs are free"
+
+
+def remove_named(name: str) -> None:
+    """Give back a placement group by its name, if there is one."""
+    with contextlib.suppress(ValueError):
+        remove_placement_group(get_placement_group(name))
 
 
 def remove(group: Any) -> None:

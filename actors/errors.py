@@ -40,8 +40,8 @@ def translate(error: Exception, who: str, timeout_s: float) -> Exception:
     else:
         what = f"was lost with {type(error).__name__} ({_last_line(error)})"
     return RankUnavailableError(
-        f"{who} {what}: its blocks are gone; it is used again if it comes back, else launch another "
-        "pool"
+        f"{who} {what}: its blocks are gone; it is used again if it comes back, else launch "
+        "another pool"
     )
 
 

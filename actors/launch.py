@@ -23,31 +23,49 @@ from raykv.messages import RankInfo
 from raykv.pool import BlockManagerPool
 from raykv.rank_handle import RankHandle
 
+_LEAVE_S = 2.0
+
 
 class RayPool(BlockManagerPool):
-    """A pool over Ray actors; closing it ends them and gives back what was reserved for them.
+    """A pool over Ray actors.
+
+    Closing it ends them and gives back what was reserved for them, or, where another driver
+    launched them, takes leave of them.
 
     Args:
         config: what the ranks were made from.
         ranks: one handle per dp_rank, in order.
-        cleanup: what to do once they are closed.
+        cleanup: what to do in the end.
+        ends_ranks: whether the ranks are this pool's to end.
     """
 
     def __init__(
-        self, config: PoolConfig, ranks: list[RayRank], cleanup: contextlib.ExitStack
+        self,
+        config: PoolConfig,
+        ranks: list[RayRank],
+        cleanup: contextlib.ExitStack,
+        *,
+        ends_ranks: bool = True,
     ) -> None:
         handles: list[RankHandle] = [*ranks]
         super().__init__(config, handles)
         self._ray_ranks = ranks
         self._cleanup = cleanup
+        self._ends_ranks = ends_ranks
         self.monitor.start()
 
     def close(self) -> None:
-        """End all ranks; idempotent. Requests under way fail."""
+        """End all ranks, or take leave of them; idempotent. Requests under way fail."""
         self.monitor.stop()
         with self._cleanup:
-            for rank in self._ray_ranks:
-                rank.ask_to_close()
+            if self._ends_ranks:
+                for rank in self._ray_ranks:
+                    rank.ask_to_close()
+            else:
+                asked = [rank.ask_to_leave() for rank in self._ray_ranks]
+                leaving = [reference for reference in asked if reference is not None]
+                if leaving:
+                    ray.wait(leaving, num_returns=len(leaving), timeout=_LEAVE_S)
             super().close()
 
 
@@ -90,7 +108,7 @@ def launch(
         group = placement_group
         if group is None:
             cluster.check_resources(config)
-            group = cluster.reserve(config, lifetime)
+            group = cluster.reserve(config, lifetime, None if name is None else f"{name}-ranks")
             if group is not None:
                 cleanup.callback(cluster.remove, group)
         if group is not None:
@@ -112,7 +130,7 @@ def launch(
                 config=config.ray,
             )
             for actor, (info, node_id) in zip(
-                actors, _await_ready(actors, config, deadline), strict=True
+                actors, await_ready(actors, config, deadline), strict=True
             )
         ]
         return RayPool(config, ranks, cleanup.pop_all())
@@ -145,9 +163,7 @@ def _options(config: PoolConfig, dp_rank: int, group: Any) -> dict[str, Any]:
     return options
 
 
-def _start(
-    options: dict[str, Any], config: PoolConfig, dp_rank: int, lifetime: str | None
-) -> Any:
+def _start(options: dict[str, Any], config: PoolConfig, dp_rank: int, lifetime: str | None) -> Any:
     try:
         return actor_class(lifetime=lifetime, **options).remote(config, dp_rank)
     except ValueError as error:  # Ray's word for a taken name, or a bundle that is too small
@@ -157,7 +173,7 @@ def _start(
         ) from None
 
 
-def _await_ready(
+def await_ready(
     actors: list[Any], config: PoolConfig, deadline: float
 ) -> list[tuple[RankInfo, str]]:
     """Each rank's word that it is ready, in order."""

@@ -63,7 +63,7 @@ class RayRank(RemoteRank):
 
     def beat(self) -> None:
         """See RankHandle."""
-        if self._closing is not None or not ray.is_initialized():
+        if self._closing is not None or self._is_closed or not ray.is_initialized():
             return
         if self._beat is None:
             self._beat = self._submit(self._actor.health, self.driver_id, self.session)
@@ -130,9 +130,25 @@ class RayRank(RemoteRank):
                 self._closing = self._submit(self._actor.close)
             self.lose(f"rank {self.dp_rank} was closed: make a new pool")
 
+    def ask_to_leave(self) -> Any:
+        """Give up all that this driver holds there; the rank goes on.
+
+        Returns:
+            The reference of the answer; None if nobody hears.
+        """
+        with self._close_lock, self._lock:
+            reference = None
+            if not self._is_closed and self.lost is None:
+                parts = split(pack(self._new_call("leave")))
+                reference = self._submit(self._actor.call, *parts)
+            self._is_closed = True
+            self.lose(f"the pool was closed, and left rank {self.dp_rank}: attach again")
+            return reference
+
     def close(self) -> None:
         """Let the step in progress end, within bounds, then end the process and see it gone."""
-        self.ask_to_close()
+        if not self._is_closed:
+            self.ask_to_close()
         with self._close_lock:
             if self._is_closed:
                 return

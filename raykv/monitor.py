@@ -31,7 +31,7 @@ class Monitor:
             before = rank.lost
             try:
                 rank.beat()
-            except Exception:  # a fault with one rank must not end the heartbeats to the others
+            except Exception:  # noqa: BLE001 - a fault with one rank must not end the heartbeats to the others
                 _log.exception("the heartbeat to rank %d failed", rank.dp_rank)
             if rank.lost is not None and before is None:
                 _log.warning("lost: %s", rank.lost)

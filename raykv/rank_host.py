@@ -116,9 +116,10 @@ class RankHost:
         return self._owned(self._service.expire)
 
     def watch(self, end_process: Callable[[str], object]) -> None:
-        """Look after the rank until it is closed: a thread of its own takes back what silent
-        drivers hold, and ends the process once the engine is dead or stuck, for an actor that
-        lives while its engine is dead looks alive to Ray (Ray 60088).
+        """Look after the rank from a thread of its own, until it is closed.
+
+        It takes back what silent drivers hold, and ends the process once the engine is dead or
+        stuck: an actor whose engine is dead looks alive to Ray (Ray 60088).
 
         Args:
             end_process: called with the reason.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
@@ -222,10 +223,6 @@ class RemoteRank(RankHandle):
             self._stats = outputs.stats
         return new
 
-    def leave(self) -> Reply[None]:
-        """End the session: what this driver holds comes back."""
-        return self._call("leave")
-
     def _call(
         self, operation: Operation, sequences: list[Sequence] | None = None, argument: Any = None
     ) -> Reply[Any]:
@@ -290,10 +287,8 @@ class RemoteRank(RankHandle):
         with self._lock:
             replies, self._interrupted = self._interrupted, []
         for reply in replies:
-            try:
+            with contextlib.suppress(Exception):  # whose call it was has heard of another error
                 reply.result()
-            except Exception:  # noqa: BLE001, PERF203, S110 - whose call it was has heard another one
-                pass
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -108,7 +108,6 @@ class RankWorker:
         Raises:
             RankUnavailableError: nothing is left and nothing will come.
         """
-
         with self._changed:
             # Once the driver is forgotten this is not its channel any more, and stays silent.
             channel = self._channels.setdefault(driver_id, _Channel())

@@ -49,12 +49,11 @@ def test_an_error_in_the_block_closes_the_pool(cluster):
     assert rank_processes() == []
 
 
-def test_ranks_share_one_secret_and_one_epoch(make_pool):
+def test_ranks_share_one_secret_and_each_start_is_a_later_epoch(make_pool):
     pool = make_pool(dp_size=2)
     assert pool.config.hash_seed is not None
-    first, second = (rank.info.epoch for rank in pool.ranks)
-    assert first == second
-    assert make_pool().ranks[0].info.epoch > first
+    epochs = [rank.info.epoch for rank in pool.ranks]
+    assert make_pool().ranks[0].info.epoch > max(epochs)
 
 
 # Tokens per rank: 4 KB in one part; 640 KB in several; 1.3 MB through the object store.
