@@ -49,6 +49,7 @@ class _Pending:
     Attributes:
         request: with what earlier ranks have produced of it.
         produced: by this rank.
+        session: of the rank, in which it was submitted; None until it was.
     """
 
     request: GenerationRequest
@@ -58,6 +59,7 @@ class _Pending:
     has_started: bool = False
     is_aborted: bool = False
     produced: list[TokenDelta] = field(default_factory=list)
+    session: int | None = None
 
     def is_called(self, request_id: str) -> bool:
         """Whether the caller's word for it, its prompt or its whole call is ``request_id``."""
@@ -167,6 +169,11 @@ class Generations:
     def _submit_all(self, placed: dict[int, list[GenerationRequest]]) -> None:
         """Submit requests to the ranks that they were placed on, and see that they are awaited."""
         replies = [(rank, part, self._submit(rank, part)) for rank, part in placed.items()]
+        with self._lock:
+            for rank, part, reply in replies:
+                for entry in (self._pending[rank].get(request.request_id) for request in part):
+                    if entry is not None:
+                        entry.session = getattr(reply, "session", 0)
         for rank, part, reply in replies:
             try:
                 reply.result()
@@ -216,15 +223,13 @@ class Generations:
         self._pending[rank][entry.request.request_id] = entry
         self._router.debits[rank] += entry.num_blocks
 
-    def _fail_over(self, rank: int, lost: Exception) -> None:
-        """Let other ranks go on with all that a lost one had."""
-        entries = self._take_all(rank)
+    def _fail_over(self, entries: list[_Pending], lost: Exception) -> None:
+        """Let other ranks go on with what a lost one had, where that is wanted."""
         deadline = time.monotonic() + self._patience_s
-        while all(handle.lost is not None for handle in self._ranks):
-            if self._closed or time.monotonic() > deadline:
+        while is_hopeless := self._is_hopeless():
+            if not self._fails_over or self._closed or time.monotonic() > deadline:
                 break
             time.sleep(_LOOK_S)
-        is_hopeless = all(handle.lost is not None for handle in self._ranks)
         placed: dict[int, list[GenerationRequest]] = {}
         over: list[tuple[_Pending, TokenDelta]] = []
         with self._lock:
@@ -246,12 +251,18 @@ class Generations:
         # What was given up meanwhile may have been faster than the submission.
         self._withdraw(_is_unwanted)
 
-    def _take_all(self, rank: int) -> list[_Pending]:
-        """The requests of a lost rank, with what it has produced of them."""
+    def _is_hopeless(self) -> bool:
+        return not self._fails_over or all(handle.lost is not None for handle in self._ranks)
+
+    def _take_stale(self, rank: int) -> list[_Pending]:
+        """The requests that went with a rank's loss, with what it has produced of them."""
+        session = self._ranks[rank].session
         with self._lock:
-            entries = [*self._pending[rank].values()]
-            self._pending[rank].clear()
+            pending = self._pending[rank]
+            entries = [e for e in pending.values() if e.session not in {None, session}]
             for entry in entries:
+                del pending[entry.request.request_id]
+                entry.session = None
                 if not entry.has_started:
                     self._router.debits[rank] -= entry.num_blocks
                 entry.has_started = False
@@ -278,16 +289,26 @@ class Generations:
                 pump.start()
 
     def _pump(self, rank: int) -> None:
+        handle = self._ranks[rank]
+        reason: Exception = RankUnavailableError(
+            f"rank {rank} was lost, and is back without blocks"
+        )
         while True:
             with self._lock:
                 if not self._pending[rank]:
                     self._pumps[rank] = None
                     return
+            stale = self._take_stale(rank)
+            if stale:
+                self._fail_over(stale, reason)
+                continue
+            session, deltas = handle.session, []
             try:
-                deltas = self._ranks[rank].poll(_POLL_WAIT_S)
+                deltas = handle.poll(_POLL_WAIT_S)
             except Exception as error:  # noqa: BLE001 - whoever waits must hear of it
-                if self._fails_over and not self._closed and self._ranks[rank].lost is not None:
-                    self._fail_over(rank, error)
+                reason = error
+                if handle.lost is not None or handle.session != session:
+                    time.sleep(_LOOK_S)  # what is being submitted to it just now is stale soon
                     continue
                 with self._lock:
                     lost = list(self._pending[rank])

@@ -57,11 +57,13 @@ class RankHandle(ABC):
         dp_rank: the rank's number.
         limits: what its engine serves; None without one.
         lost: why nothing can be had from it now; None while it is there.
+        session: counts how often it was lost: what was sent in an earlier one is given up.
     """
 
     dp_rank: int
     limits: EngineLimits | None
     lost: str | None = None
+    session: int = 0
 
     def beat(self) -> None:  # noqa: B027 - a rank in this process needs none
         """Look whether the rank lives, and take it back if it does again; never waits."""

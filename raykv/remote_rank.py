@@ -42,7 +42,6 @@ class RemoteRank(RankHandle):
 
     Attributes:
         info: what the rank said of itself when it was there last.
-        session: counts how often it was lost.
     """
 
     def __init__(self, info: RankInfo, driver_id: str, config: RayConfig) -> None:
@@ -52,7 +51,6 @@ class RemoteRank(RankHandle):
         self.block_size = info.block_size
         self.driver_id = driver_id
         self.config = config
-        self.session = 0
         self._stats = info.stats
         self._numbers = itertools.count(1)
         self._num_seen = 0  # deltas of this session
@@ -299,6 +297,10 @@ class _RemoteReply:
     call: Call
     sequences: list[Sequence]
     answer: Reply[Answer]
+
+    @property
+    def session(self) -> int:
+        return self.call.session
 
     def result(self) -> Any:
         return self.rank.await_answer(self)

@@ -110,7 +110,7 @@ def test_calls_of_many_threads_arrive_in_order(make_pool):
 def test_actors_carry_the_pools_name(make_pool):
     pool = make_pool(dp_size=2, name="mine")
     for index in range(2):
-        info = ray.get(ray.get_actor(f"mine-rank-{index}").info.remote())
+        info, _ = ray.get(ray.get_actor(f"mine-rank-{index}").ready.remote())
         assert info.pid == pool.ranks[index].info.pid
     with pytest.raises(ConfigError, match="mine-rank-0"):
         make_pool(name="mine")
