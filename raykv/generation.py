@@ -290,9 +290,6 @@ class Generations:
 
     def _pump(self, rank: int) -> None:
         handle = self._ranks[rank]
-        reason: Exception = RankUnavailableError(
-            f"rank {rank} was lost, and is back without blocks"
-        )
         while True:
             with self._lock:
                 if not self._pending[rank]:
@@ -300,13 +297,13 @@ class Generations:
                     return
             stale = self._take_stale(rank)
             if stale:
-                self._fail_over(stale, reason)
+                reason = handle.lost or f"rank {rank} was lost, and is back without blocks"
+                self._fail_over(stale, RankUnavailableError(reason))
                 continue
             session, deltas = handle.session, []
             try:
                 deltas = handle.poll(_POLL_WAIT_S)
             except Exception as error:  # noqa: BLE001 - whoever waits must hear of it
-                reason = error
                 if handle.lost is not None or handle.session != session:
                     time.sleep(_LOOK_S)  # what is being submitted to it just now is stale soon
                     continue

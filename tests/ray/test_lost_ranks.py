@@ -1,4 +1,4 @@
-"""Where losses are reported: a rank that dies or freezes is an error within bounds, never a hang."""
+"""Where losses are reported: a rank that dies or freezes is an error within bounds."""
 
 from __future__ import annotations
 
