@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from raykv.core.sequence import Sequence
 from raykv.errors import RankUnavailableError
 from raykv.messages import Answer
+from raykv.rank_sequences import RankSequences
 
 _NUM_REMEMBERED = 64
 _MAX_ENDED = 4096
@@ -22,7 +22,7 @@ class Lease:
         driver_id: whose.
         session: which.
         expires_s: when it ends unless the driver is heard of, on the rank's clock.
-        sequences: the rank's copies of the driver's sequences, by their ids.
+        sequences: the rank's copies of the driver's sequences.
         answers: the latest answers, by call number.
         forgotten: the highest call number whose answer is not remembered any more.
     """
@@ -30,7 +30,7 @@ class Lease:
     driver_id: str
     session: int
     expires_s: float
-    sequences: dict[Hashable, Sequence] = field(default_factory=dict)
+    sequences: RankSequences
     answers: OrderedDict[int, Answer] = field(default_factory=OrderedDict)
     forgotten: int = 0
 
@@ -85,7 +85,8 @@ class Leases:
 
     def open(self, driver_id: str, session: int) -> Lease:
         """Begin a session; the one before must have been ended."""
-        lease = Lease(driver_id, session, self._clock() + self.lease_s)
+        expires_s = self._clock() + self.lease_s
+        lease = Lease(driver_id, session, expires_s, RankSequences(driver_id))
         self._open[driver_id] = lease
         return lease
 

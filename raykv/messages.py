@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,50 +31,68 @@ Operation: TypeAlias = Literal[
 ]  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceUpdate:
-    """A sequence as its driver sees it, less what the rank knows already.
+class Origin(NamedTuple):
+    """What a rank has to know of a sequence once.
 
     Attributes:
-        seq_id: the driver's name for it.
-        num_known_tokens: tokens that the rank has; ``token_ids`` follow them.
-        token_ids: int32 [n], the tokens after those.
-        num_computed_tokens: leading tokens whose KV is computed.
-        num_known_blocks: blocks that the driver's copy has.
         namespace: with whom its KV may be shared.
         retention: how dearly its cached blocks are kept.
         counted: whether hit statistics know it from an earlier admission.
     """
 
-    seq_id: Hashable
-    num_known_tokens: int
-    token_ids: NDArray[np.int32]
-    num_computed_tokens: int
-    num_known_blocks: int
     namespace: Namespace
     retention: Retention
     counted: bool
 
 
 @dataclass(frozen=True, slots=True)
-class SequenceState:
-    """A sequence as the rank holds it, less what the driver knows already.
+class SequenceUpdates:
+    """Sequences as their driver sees them, less what the rank knows already, in columns.
+
+    In columns, for a decode step has hundreds of sequences, and many small objects cost more to
+    pickle than all the rest of the step.
 
     Attributes:
-        seq_id: the driver's name for it.
-        single_block_id: its row, None if it holds nothing.
-        num_blocks: blocks that it holds.
-        block_ids: int32 [n], the last n of them.
+        seq_ids: the driver's names for them.
+        num_known_tokens: tokens that the rank has of each.
+        num_new_tokens: how many of ``token_ids`` follow them.
+        token_ids: int32 [sum of num_new_tokens], the tokens after those.
+        num_computed_tokens: leading tokens whose KV is computed.
+        num_known_blocks: blocks that the driver's copy has.
+        origins: of those that the rank does not know, by position.
+    """
+
+    seq_ids: list[Hashable]
+    num_known_tokens: list[int]
+    num_new_tokens: list[int]
+    token_ids: NDArray[np.int32]
+    num_computed_tokens: list[int]
+    num_known_blocks: list[int]
+    origins: dict[int, Origin]
+
+    def __len__(self) -> int:
+        return len(self.seq_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceStates:
+    """Sequences as the rank holds them, less what the driver knows already, in columns.
+
+    Attributes:
+        single_block_ids: their rows; 0 for one that holds nothing.
+        num_blocks: blocks that each holds.
+        num_new_blocks: how many of ``block_ids`` are its last ones.
+        block_ids: int32 [sum of num_new_blocks].
         num_shared_blocks: leading blocks that came from the prefix cache.
         num_computed_tokens: leading tokens whose KV is computed.
     """
 
-    seq_id: Hashable
-    single_block_id: int | None
-    num_blocks: int
+    single_block_ids: list[int]
+    num_blocks: list[int]
+    num_new_blocks: list[int]
     block_ids: BlockIds
-    num_shared_blocks: int
-    num_computed_tokens: int
+    num_shared_blocks: list[int]
+    num_computed_tokens: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +105,7 @@ class Call:
         number: counts the session's calls to this rank.
         epoch: the rank's epoch as the driver knows it.
         operation: what to do.
-        updates: the sequences it is about.
+        updates: the sequences it is about; None if it is about none.
         argument: what else the operation needs.
     """
 
@@ -96,7 +114,7 @@ class Call:
     number: int
     epoch: int
     operation: Operation
-    updates: tuple[SequenceUpdate, ...] = ()
+    updates: SequenceUpdates | None = None
     argument: Any = None
 
 
@@ -109,7 +127,7 @@ class Answer:
         epoch: the rank's epoch.
         value: the operation's result.
         error: what it raised instead.
-        states: the sequences of the call afterwards.
+        states: the sequences of the call afterwards; None if it was about none.
         stats: the rank's counters afterwards.
     """
 
@@ -117,7 +135,7 @@ class Answer:
     epoch: int
     value: Any
     error: Exception | None
-    states: tuple[SequenceState, ...]
+    states: SequenceStates | None
     stats: RankStats
 
 

@@ -8,8 +8,9 @@ from collections.abc import Sequence as SequenceOf
 import numpy as np
 
 from raykv.core.sequence import KVCacheState, Sequence
-from raykv.errors import RankUnavailableError, RequestError
-from raykv.messages import Answer, Call, SequenceState, SequenceUpdate
+from raykv.core.tokens import BlockIds
+from raykv.errors import RankUnavailableError, RaykvError, RequestError
+from raykv.messages import Answer, Call, Origin, SequenceStates, SequenceUpdates
 
 
 class Mirror:
@@ -41,63 +42,83 @@ class Mirror:
         del self._gone[id(sequence)]
         return True
 
-    def update(self, sequence: Sequence) -> SequenceUpdate:
-        """What the rank has to know of a sequence.
+    def updates(self, sequences: SequenceOf[Sequence]) -> SequenceUpdates:
+        """What the rank has to know of sequences.
 
         Raises:
-            RankUnavailableError: its blocks were lost.
-            RequestError: another pool or rank holds it.
+            RankUnavailableError: the blocks of one were lost.
+            RequestError: another pool or rank holds one.
         """
-        holder, known = self._held.get(sequence.seq_id, (None, 0))
-        if sequence.single_block_id is None:
+        origins: dict[int, Origin] = {}
+        known_tokens, tails = [], []
+        for index, sequence in enumerate(sequences):
             known = 0
-        elif self._gone.get(id(sequence)) is sequence:
-            raise RankUnavailableError(f"{sequence!r} was lost with rank {self._dp_rank}")
-        elif holder is not sequence:
-            raise RequestError(
-                f"{sequence!r} belongs to another pool or rank: deallocate it there first"
-            )
-        state = sequence.kv_state
-        return SequenceUpdate(
-            seq_id=sequence.seq_id,
-            num_known_tokens=known,
-            token_ids=sequence.token_ids[known:],
-            num_computed_tokens=state.num_computed_tokens,
-            num_known_blocks=state.num_blocks,
-            namespace=sequence.namespace,
-            retention=sequence.retention,
-            counted=sequence.counted,
+            if sequence.single_block_id is not None:
+                holder, known = self._held.get(sequence.seq_id, (None, 0))
+                if holder is not sequence:
+                    raise self._not_here(sequence)
+            if not known:
+                origin = sequence.namespace, sequence.retention, sequence.counted
+                origins[index] = Origin(*origin)
+            known_tokens.append(known)
+            tails.append(sequence.tokens_from(known))
+        return SequenceUpdates(
+            seq_ids=[sequence.seq_id for sequence in sequences],
+            num_known_tokens=known_tokens,
+            num_new_tokens=[len(tail) for tail in tails],
+            token_ids=np.concatenate(tails),
+            num_computed_tokens=[sequence.kv_state.num_computed_tokens for sequence in sequences],
+            num_known_blocks=[sequence.kv_state.num_blocks for sequence in sequences],
+            origins=origins,
         )
 
     def apply(self, answer: Answer, call: Call, sequences: SequenceOf[Sequence]) -> None:
         """Bring sequences to what the rank holds after a call."""
-        for sequence, update, state in zip(sequences, call.updates, answer.states, strict=True):
+        updates, states = call.updates, answer.states
+        if updates is None or states is None:
+            return
+        forgets = call.operation in {"release", "undo"}
+        stop = 0
+        for index, sequence in enumerate(sequences):
+            start, stop = stop, stop + states.num_new_blocks[index]
             # A failed call may have come to some of the sequences, but admitted none.
-            if answer.error is None or self._holds(sequence):
-                num_sent = update.num_known_tokens + len(update.token_ids)
-                self._apply_one(sequence, state, num_sent)
-                if call.operation in {"release", "undo"} and state.single_block_id is None:
+            if answer.error is not None and not self._holds(sequence):
+                continue
+            if not states.single_block_ids[index]:
+                if self._holds(sequence):
+                    del self._held[sequence.seq_id]
                     sequence.forget()
+                elif forgets:
+                    sequence.forget()
+                continue
+            known = states.num_blocks[index] - (stop - start)
+            self._apply_one(sequence, states, index, known, states.block_ids[start:stop])
+            num_sent = updates.num_known_tokens[index] + updates.num_new_tokens[index]
+            self._held[sequence.seq_id] = (sequence, num_sent)
+
+    def _apply_one(
+        self, sequence: Sequence, states: SequenceStates, index: int, known: int, new: BlockIds
+    ) -> None:
+        if sequence.single_block_id is None:
+            sequence.counted = True
+            sequence.dp_rank = self._dp_rank
+            sequence.kv_state = KVCacheState(
+                self._block_size, num_computed_tokens=states.num_computed_tokens[index]
+            )
+        sequence.single_block_id = states.single_block_ids[index]
+        state = sequence.kv_state
+        state.num_shared_blocks = states.num_shared_blocks[index]
+        if len(new) or known < state.num_blocks:
+            block_ids = np.concatenate((state.block_ids[:known], new))
+            block_ids.flags.writeable = False
+            state.block_ids = block_ids
 
     def _holds(self, sequence: Sequence) -> bool:
         return self._held.get(sequence.seq_id, (None, 0))[0] is sequence
 
-    def _apply_one(self, sequence: Sequence, state: SequenceState, num_sent: int) -> None:
-        if state.single_block_id is None:
-            if self._holds(sequence):
-                del self._held[sequence.seq_id]
-                sequence.forget()
-            return
-        block_ids = sequence.kv_state.block_ids
-        known = state.num_blocks - len(state.block_ids)
-        if not np.array_equal(block_ids[known:], state.block_ids):
-            block_ids = np.concatenate((block_ids[:known], state.block_ids))
-            block_ids.flags.writeable = False
-        if sequence.single_block_id is None:
-            sequence.counted = True
-            sequence.kv_state = KVCacheState(num_computed_tokens=state.num_computed_tokens)
-        sequence.dp_rank, sequence.single_block_id = self._dp_rank, state.single_block_id
-        sequence.kv_state.block_size = self._block_size
-        sequence.kv_state.num_shared_blocks = state.num_shared_blocks
-        sequence.kv_state.block_ids = block_ids
-        self._held[sequence.seq_id] = (sequence, num_sent)
+    def _not_here(self, sequence: Sequence) -> RaykvError:
+        if self._gone.get(id(sequence)) is sequence:
+            return RankUnavailableError(f"{sequence!r} was lost with rank {self._dp_rank}")
+        return RequestError(
+            f"{sequence!r} belongs to another pool or rank: deallocate it there first"
+        )

@@ -5,14 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-import numpy as np
-
 from raykv.core.sequence import Sequence
-from raykv.core.tokens import BlockIds
 from raykv.engine.engine import Engine
-from raykv.errors import NotSupportedError, RankUnavailableError, RequestError
+from raykv.errors import NotSupportedError, RankUnavailableError
 from raykv.leases import Lease, Leases
-from raykv.messages import Answer, Call, SequenceState, SequenceUpdate
+from raykv.messages import Answer, Call
 from raykv.rank import RankKV
 
 
@@ -89,7 +86,7 @@ class RankService:
         """Everything of a session comes back; nothing of it is published any more."""
         if self._engine is not None:
             self._engine.drop(lease.driver_id)
-        self.kv.deallocate_without_cache(lease.sequences.values())
+        self.kv.deallocate_without_cache(lease.sequences.by_id.values())
         self.kv.forget_driver(lease.driver_id)
         self.leases.end(lease)
         self._on_end(lease.driver_id)
@@ -103,7 +100,8 @@ class RankService:
 
     def _answer(self, call: Call, lease: Lease) -> Answer:
         value, error = None, None
-        before = [_block_ids(lease, update) for update in call.updates]
+        updates = call.updates
+        before = [] if updates is None else lease.sequences.block_ids(updates)
         try:
             value = self._run(call, lease)
         except Exception as raised:  # noqa: BLE001 - it travels to the caller
@@ -113,10 +111,9 @@ class RankService:
             epoch=self.epoch,
             value=value,
             error=error,
-            states=tuple(
-                self._state(lease, update, ids)
-                for update, ids in zip(call.updates, before, strict=True)
-            ),
+            states=None
+            if updates is None
+            else lease.sequences.states(updates, before, self.kv.block_size),
             stats=self.kv.rank_stats(),
         )
 
@@ -141,9 +138,8 @@ class RankService:
         return None
 
     def _run_on_sequences(self, call: Call, lease: Lease) -> object:
-        sequences: list[Sequence] = []
+        sequences = [] if call.updates is None else lease.sequences.update(call.updates)
         try:
-            sequences += (self._sequence(lease, update) for update in call.updates)
             match call.operation:
                 case "allocate":
                     return self.kv.allocate(sequences, call.argument)
@@ -163,9 +159,7 @@ class RankService:
                 case _:
                     raise NotSupportedError(f"operation {call.operation!r} is not known")
         finally:
-            for sequence in sequences:
-                if sequence.single_block_id is None:
-                    del lease.sequences[sequence.seq_id]
+            lease.sequences.drop_empty(sequences)
         return True
 
     def _running_engine(self) -> Engine:
@@ -174,56 +168,6 @@ class RankService:
                 f"rank {self.kv.dp_rank} has no engine: configure a model to generate"
             )
         return self._engine
-
-    def _sequence(self, lease: Lease, update: SequenceUpdate) -> Sequence:
-        """The rank's copy of a driver's sequence, brought up to date."""
-        sequence = lease.sequences.get(update.seq_id)
-        if sequence is None:
-            if update.num_known_tokens:
-                raise RequestError(
-                    f"sequence {update.seq_id!r} is not known here: its blocks are gone"
-                )
-            sequence = Sequence(
-                update.token_ids,
-                seq_id=update.seq_id,
-                namespace=update.namespace,
-                retention=update.retention,
-            )
-            sequence.counted = update.counted
-            sequence.driver_id = lease.driver_id
-            lease.sequences[update.seq_id] = sequence
-            return sequence
-        if not update.num_known_tokens:
-            raise RequestError(
-                f"sequence id {update.seq_id!r} is in use by another sequence of this driver: "
-                "deallocate that one first, or choose another id"
-            )
-        # A repeated or overtaken delta adds only what is new.
-        sequence.extend(update.token_ids[sequence.num_tokens - update.num_known_tokens :])
-        sequence.kv_state.num_computed_tokens = update.num_computed_tokens
-        return sequence
-
-    def _state(self, lease: Lease, update: SequenceUpdate, before: BlockIds) -> SequenceState:
-        sequence = lease.sequences.get(update.seq_id)
-        if sequence is None:
-            return SequenceState(update.seq_id, None, 0, np.empty(0, np.int32), 0, 0)
-        state = sequence.kv_state
-        known = update.num_known_blocks
-        if not np.array_equal(state.block_ids[:known], before[:known]):
-            known = state.num_computed_tokens // self.kv.block_size  # copied on write from here
-        return SequenceState(
-            seq_id=update.seq_id,
-            single_block_id=sequence.single_block_id,
-            num_blocks=state.num_blocks,
-            block_ids=state.block_ids[known:],
-            num_shared_blocks=state.num_shared_blocks,
-            num_computed_tokens=state.num_computed_tokens,
-        )
-
-
-def _block_ids(lease: Lease, update: SequenceUpdate) -> BlockIds:
-    sequence = lease.sequences.get(update.seq_id)
-    return np.empty(0, np.int32) if sequence is None else sequence.kv_state.block_ids
 
 
 def undo(kv: RankKV, sequences: list[Sequence], num_blocks: list[int | None]) -> None:

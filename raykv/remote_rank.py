@@ -238,7 +238,7 @@ class RemoteRank(RankHandle):
     def _new_call(
         self, operation: Operation, sequences: SequenceOf[Sequence] = (), argument: Any = None
     ) -> Call:
-        updates = tuple(self._mirror.update(sequence) for sequence in sequences)
+        updates = self._mirror.updates(sequences) if sequences else None
         number, epoch = next(self._numbers), self.info.epoch
         return Call(self.driver_id, self.session, number, epoch, operation, updates, argument)
 

@@ -134,6 +134,10 @@ class Sequence:
         view.flags.writeable = False
         return view
 
+    def tokens_from(self, start: int) -> NDArray[np.int32]:
+        """int32, the tokens from position ``start`` on; not to be written to."""
+        return self._buffer[start : self._num_tokens]
+
     def append(self, token_id: int) -> None:
         """Add one token."""
         if self._num_tokens == len(self._buffer):

@@ -50,7 +50,7 @@ def test_a_repeated_call_is_applied_once_and_answered_from_memory(host, rank):
     assert rank.allocate([sequence], [10]).result()
     again = host.call(rank.calls[0])
     assert host.info().stats.num_used_blocks == 3
-    assert again.states[0].block_ids.tolist() == sequence.kv_state.block_ids.tolist()
+    assert again.states.block_ids.tolist() == sequence.kv_state.block_ids.tolist()
     rank.release([sequence], publish=False).result()
     assert host.call(rank.calls[0]).value is True, "its answer is remembered"
     assert host.info().stats.num_used_blocks == 0, "but it is not applied"
@@ -68,7 +68,7 @@ def test_a_late_call_is_refused(host, rank):
 def test_a_call_that_was_overtaken_is_applied_once(host, rank):
     sequence = make_sequence(10)
     rank.allocate([sequence], [10]).result()
-    overtaken = replace(rank.calls[0], number=2, updates=())
+    overtaken = replace(rank.calls[0], number=2, updates=None)
     host.call(replace(overtaken, number=3, operation="refresh"))
     overtaken = replace(overtaken, operation="reset_prefix_cache")
     first = host.call(overtaken)
@@ -102,10 +102,10 @@ def test_only_what_is_new_travels(host, rank):
     for token in range(4):
         sequence.append(token)
         rank.allocate([sequence], [sequence.num_tokens]).result()
-    sizes = [len(call.updates[0].token_ids) for call in rank.calls]
+    sizes = [len(call.updates.token_ids) for call in rank.calls]
     assert sizes == [196, 1, 1, 1, 1]
     answers = [host.call(call) for call in rank.calls]
-    assert [len(answer.states[0].block_ids) for answer in answers] == [49, 1, 0, 0, 0]
+    assert [len(answer.states.block_ids) for answer in answers] == [49, 1, 0, 0, 0]
     theirs = host._kv._sequences[sequence.single_block_id]
     assert theirs.token_ids.tolist() == sequence.token_ids.tolist()
 
@@ -127,7 +127,7 @@ def test_deltas_that_overlap_add_each_token_once(host, rank):
     for token in (77, 78):
         sequence.append(token)
         replies.append(rank.allocate([sequence], [sequence.num_tokens]))
-    assert [len(call.updates[0].token_ids) for call in rank.calls] == [4, 1, 2]
+    assert [len(call.updates.token_ids) for call in rank.calls] == [4, 1, 2]
     for reply in reversed(replies):
         reply.result()
     rank.allocate([sequence], [6]).result()
@@ -155,10 +155,10 @@ def test_calls_and_answers_pickle(host, rank):
 
 
 def test_an_error_is_an_answer_and_changes_nothing(host):
-    answer = host.call(Call("driver", 0, 1, 7, "submit", (), []))
+    answer = host.call(Call("driver", 0, 1, 7, "submit", None, []))
     assert isinstance(answer.error, NotSupportedError)
     assert isinstance(copied(answer).error, NotSupportedError)
-    unknown = host.call(Call("driver", 0, 2, 7, "fly", (), None))
+    unknown = host.call(Call("driver", 0, 2, 7, "fly", None, None))
     assert isinstance(unknown.error, NotSupportedError)
 
 
