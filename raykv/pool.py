@@ -348,7 +348,7 @@ class BlockManagerPool(KVCacheManager):
                 f"{sequence!r} belongs to another pool, for this one's ranks are "
                 f"0..{len(self.ranks) - 1}: deallocate it there first"
             )
-        if rank is not None and self._fails_over:
+        if rank is not None and self.ranks[rank].session and self._fails_over:  # it was lost once
             if self.ranks[rank].take_lost(sequence):
                 self.num_lost_sequences += 1
                 sequence.forget()

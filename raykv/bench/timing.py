@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -80,14 +81,20 @@ def measure(
         if was_enabled:
             gc.enable()
         after(result)
-    measured = np.array(times[5:])
+    return row_of(workload, level, np.array(times[5:]), target_us)
+
+
+def row_of(
+    workload: str, level: str, measured: NDArray[np.float64], target_us: float | None = None
+) -> Row:
+    """The row of runs that were timed, in microseconds."""
     return Row(
         workload,
         level,
         median_us=round(float(np.median(measured)), 2),
         min_us=round(float(measured.min()), 2),
         p99_us=round(float(np.percentile(measured, 99)), 2),
-        num_runs=num_runs,
+        num_runs=len(measured),
         target_us=target_us,
     )
 

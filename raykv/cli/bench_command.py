@@ -34,6 +34,13 @@ def run_managers(*, num_runs: int, with_ray: bool, as_json: bool) -> None:
     _run_rows(chain.from_iterable(parts), as_json=as_json)
 
 
+def run_ray(*, num_runs: int, as_json: bool) -> None:
+    """What the pool adds to an actor call, and how soon a lost rank is noticed."""
+    from raykv.bench import ray_calls  # noqa: PLC0415
+
+    _run_rows(ray_calls.rows(num_runs), as_json=as_json)
+
+
 def run_growth(*, num_runs: int, as_json: bool) -> None:
     """How costs grow with prompts, pools, turns, branches and what lies in the way."""
     from raykv.bench import growth  # noqa: PLC0415

@@ -173,6 +173,14 @@ def managers(
     run_managers(num_runs=runs, with_ray=with_ray, as_json=as_json)
 
 
+@bench_app.command("ray")
+def bench_ray(*, runs: _Runs = 200, as_json: _Json = False) -> None:
+    """What a step through the pool adds to an actor call, and how soon a lost rank is noticed."""
+    from .bench_command import run_ray  # noqa: PLC0415
+
+    run_ray(num_runs=runs, as_json=as_json)
+
+
 @bench_app.command()
 def growth(*, runs: _Runs = 40, as_json: _Json = False) -> None:
     """How costs grow with the length of prompts, the size of pools, turns and branches."""
