@@ -31,7 +31,7 @@ class EvictionOrder(ABC):
 
     @abstractmethod
     def add(self, run: Run, stamp: int) -> None:
-        """A stretch of the run was released: the one with this stamp in ``run.tails``."""
+        """A stretch of the run was released: the one with this stamp in ``run.tails()``."""
 
     @abstractmethod
     def victims(self, now_s: float) -> Iterator[tuple[Run, int]]:
@@ -74,14 +74,15 @@ class LruOrder(EvictionOrder):
         queue = self._queue
         while queue:
             run, stamp = queue[0]
-            if run.tails and run.tails[0][1] == stamp:
-                yield run, run.tails[0][0]
+            start, oldest = run.deepest_tail()
+            if oldest == stamp and start < run.length:
+                yield run, start
             else:
                 queue.popleft()  # held again since, or just cut away
 
     def compact(self, live: Iterable[Run]) -> int:
         """See EvictionOrder."""
-        stamps = {stamp for run in live for _, stamp in run.tails}
+        stamps = {stamp for run in live for _, stamp in run.tails()}
         if len(self._queue) > 2 * len(stamps) + 64:
             self._queue = deque(entry for entry in self._queue if entry[1] in stamps)
         return len(stamps)
@@ -130,7 +131,7 @@ class ScoredOrder(EvictionOrder):
                     self._rescored.pop(stamp, None)
                 self._unblock(run)  # another stretch of it may wait behind this one
                 continue
-            floor = max(run.tails[0][0], run.deepest_child())
+            floor = max(run.deepest_tail()[0], run.deepest_child())
             if floor < run.length:
                 yield run, floor
             else:
@@ -147,7 +148,7 @@ class ScoredOrder(EvictionOrder):
 
     def compact(self, live: Iterable[Run]) -> int:
         """See EvictionOrder."""
-        stamps = {stamp for run in live for _, stamp in run.tails}
+        stamps = {stamp for run in live for _, stamp in run.tails()}
         num_blocked = sum(map(len, self._blocked.values()))
         if len(self._heap) + num_blocked + len(self._expiries) > 4 * len(stamps) + 64:
             self._heap += itertools.chain(*self._blocked.values())

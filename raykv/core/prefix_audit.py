@@ -34,7 +34,7 @@ def audit(cache: PrefixCache) -> None:
         run_of[ids] = run.index
         if run.protected and run.parent is not None and run.parent.parent is not None:
             pins[run.parent.ids[run.offset - 1]] += PIN
-        stamps.update(stamp for _, stamp in run.tails)
+        stamps.update(stamp for _, stamp in run.tails())
         _check_place(run, cache.block_size)
         _check_tails(run)
         _check_protected(run, counts)
@@ -87,8 +87,9 @@ def _check_protected(run: Run, counts: NDArray[np.int64]) -> None:
 
 
 def _check_tails(run: Run) -> None:
-    starts = [start for start, _ in run.tails]
-    stamps = [stamp for _, stamp in run.tails]
+    tails = run.tails()
+    starts = [start for start, _ in tails]
+    stamps = [stamp for _, stamp in tails]
     _require(starts == sorted(set(starts), reverse=True), "tails overlap")
     _require(stamps == sorted(set(stamps)), "a deep block is younger than a shallow one")
     _require((starts[-1] if starts else run.length) == run.protected, "tails miss a block")
@@ -96,7 +97,7 @@ def _check_tails(run: Run) -> None:
     parent = run.parent
     if run.protected == 0 and parent is not None and run.offset > parent.protected:
         end = parent.length
-        for start, stamp in parent.tails:  # the stretch that holds the block it hangs on
+        for start, stamp in parent.tails():  # the stretch that holds the block it hangs on
             if start < run.offset <= end:
                 _require(stamp > stamps[-1], "a parent was released before its child")
             end = start

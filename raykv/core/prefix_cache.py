@@ -202,8 +202,6 @@ class PrefixCache:
             left -= run.length - length
             self._remember(run, length)
             evicted.append(run.shrink(length))
-            while run.tails and run.tails[0][0] >= length:
-                del run.tails[0]
             if length == 0:
                 self._remove(run)
         ids = np.concatenate(evicted) if evicted else NO_INDEX

@@ -42,17 +42,18 @@ class Run:
         items: multimodal items that begin within the run.
         children: the runs that branch off, one entry each.
         protected: leading blocks that are held: referenced, or an ancestor of a child with
-            protected blocks. The blocks [protected, length) are the evictable ones.
+            protected blocks. The blocks [protected, length) are the evictable ones; the stretch of
+            them that was released last starts at ``protected``.
+        stamp: of that stretch, if there is one.
+        older_tails: ``(start, stamp)`` of the stretches behind it, deepest first; see ``tails``.
         anchors: where children hang; None until an eviction policy asks for the deepest.
         retention: how dearly it is kept; ``expires_s`` is when that ends.
         score: what the eviction policy gave it last.
-        tails: ``(start, stamp)`` of the evictable stretches, deepest first. A stretch ends where
-            the one before it in the list starts; stamps grow along the list.
     """
 
     __slots__ = (
         "anchors", "children", "depth", "expires_s", "ids", "index", "items", "key", "length",
-        "parent", "protected", "retention", "score", "serial", "tails", "tokens",
+        "older_tails", "parent", "protected", "retention", "score", "serial", "stamp", "tokens",
     )  # fmt: skip
 
     def __init__(self, parent: Run | None, key: ChildKey, depth: int, index: int) -> None:
@@ -67,7 +68,8 @@ class Run:
         self.items: MultimodalItems = ()
         self.children = _NO_CHILDREN
         self.protected = 0
-        self.tails = _NO_TAILS
+        self.stamp = 0
+        self.older_tails = _NO_TAILS
         self.anchors: Anchors | None = None
         self.retention = DEFAULT_RETENTION
         self.expires_s = math.inf
@@ -110,21 +112,18 @@ class Run:
 
     def let_go(self, start: int, stamp: int) -> None:
         """The blocks [start, protected) have lost their last holder."""
-        if self.tails:
-            self.tails.append((start, stamp))
-        else:
-            self.tails = [(start, stamp)]
-        self.protected = start
+        if self.protected < self.length:
+            if self.older_tails:
+                self.older_tails.append((self.protected, self.stamp))
+            else:
+                self.older_tails = [(self.protected, self.stamp)]
+        self.protected, self.stamp = start, stamp
 
     def take_back(self, stop: int) -> None:
         """The leading ``stop`` blocks, more than are protected, have a holder again."""
-        tails = self.tails
-        while tails:
-            end = tails[-2][0] if len(tails) > 1 else self.length
-            if end > stop:
-                tails[-1] = (stop, tails[-1][1])
-                break
-            tails.pop()
+        older = self.older_tails
+        while older and older[-1][0] <= stop:
+            self.stamp = older.pop()[1]
         self.protected = stop
 
     def retain(self, retention: Retention, now_s: float) -> None:
@@ -132,12 +131,27 @@ class Run:
         self.retention = retention
         self.expires_s = math.inf if retention.duration_s is None else now_s + retention.duration_s
 
+    def tails(self) -> Tails:
+        """``(start, stamp)`` of the evictable stretches, deepest first.
+
+        A stretch ends where the one before it in the list starts; stamps grow along the list.
+        """
+        tails = list(self.older_tails)
+        if self.protected < self.length:
+            tails.append((self.protected, self.stamp))
+        return tails
+
+    def deepest_tail(self) -> tuple[int, int]:
+        """``(start, stamp)`` of the stretch released first; starts at the end if there is none."""
+        return self.older_tails[0] if self.older_tails else (self.protected, self.stamp)
+
     def has_tail(self, stamp: int) -> bool:
         """Whether the stretch with this stamp is still evictable."""
-        tails = self.tails
-        if not tails or stamp > tails[-1][1]:
-            return False
-        return tails[bisect.bisect_left(tails, stamp, key=_stamp)][1] == stamp
+        if stamp >= self.stamp:
+            return stamp == self.stamp and self.protected < self.length
+        older = self.older_tails
+        at = bisect.bisect_left(older, stamp, key=_stamp)
+        return at < len(older) and older[at][1] == stamp
 
     def common_blocks(
         self, tokens: memoryview, start: int, stop: int, size: int, namespace: Namespace
@@ -183,7 +197,7 @@ class Run:
         self.length = length
 
     def shrink(self, length: int) -> Index:
-        """Cut the run to ``length`` blocks; return the ids cut off, deepest first."""
+        """Cut the run to ``length`` blocks, at least ``protected``; return the ids, deepest first."""
         cut = self.ids[length : self.length][::-1].copy()
         block_size = self.block_size
         if self.items:
@@ -191,6 +205,9 @@ class Run:
             self.items = tuple(item for item in self.items if item[0] < end)
         del self.tokens[length * block_size * _TOKEN_BYTES :]
         self.length = length
+        older = self.older_tails
+        while older and older[0][0] >= length:
+            del older[0]
         if length * 2 < len(self.ids):
             self._resize(length)
         return cut

@@ -93,7 +93,7 @@ def eviction_order(kv):
     order = []
     for run, stamp in cache._order._queue:
         end = run.length
-        for start, tail_stamp in run.tails:
+        for start, tail_stamp in run.tails():
             if tail_stamp == stamp:
                 order.append((stamp, run.ids[start:end].tolist()))
             end = start
