@@ -30,13 +30,14 @@ class Run:
 
     Attributes:
         parent: the run that this one continues, None for a root.
-        key: where it hangs in ``parent.children``.
+        key: where it hangs in ``parent.children``; the one place of its first block's tokens.
         depth: blocks before the run, counted from the root.
         serial: tells it from every other run of the cache, past ones too; a root's key. None until
             something behind one of its blocks is evicted.
         index: what ``PrefixCache.run_of`` holds for its blocks.
-        tokens: the int32 tokens of its blocks as bytes, a copy of its own. Bytes, since these
-            compare with a prompt at the speed of memcmp and without any temporary array.
+        rest: the int32 tokens of its blocks behind the first as bytes, a copy of its own. Bytes,
+            since these compare with a prompt at the speed of memcmp and without any temporary
+            array.
         ids: int64 [capacity].
         length: blocks that are live; never less than any child's offset.
         items: multimodal items that begin within the run.
@@ -53,7 +54,7 @@ class Run:
 
     __slots__ = (
         "anchors", "children", "depth", "expires_s", "ids", "index", "items", "key", "length",
-        "older_tails", "parent", "protected", "retention", "score", "serial", "stamp", "tokens",
+        "older_tails", "parent", "protected", "rest", "retention", "score", "serial", "stamp",
     )  # fmt: skip
 
     def __init__(self, parent: Run | None, key: ChildKey, depth: int, index: int) -> None:
@@ -62,7 +63,7 @@ class Run:
         self.depth = depth
         self.index = index
         self.serial: Hashable = None
-        self.tokens = bytearray()
+        self.rest = bytearray()
         self.ids: Index = NO_INDEX
         self.length = 0
         self.items: MultimodalItems = ()
@@ -158,6 +159,8 @@ class Run:
     ) -> int:
         """How many leading blocks of the run equal blocks [start, stop) of the prompt.
 
+        The first does: by its tokens the run was found.
+
         Args:
             tokens: the prompt's int32 tokens.
             start: the prompt's block that the run's first block stands for.
@@ -166,13 +169,12 @@ class Run:
             namespace: the prompt's multimodal items.
         """
         count = min(stop - start, self.length)
-        begin = start * size
-        theirs = tokens[begin : begin + count * size]
-        if not self.tokens.startswith(theirs):
-            ours = np.frombuffer(self.tokens, np.int32, count * size)
-            count = int((ours != np.asarray(theirs)).argmax()) // size
+        theirs = tokens[(start + 1) * size : (start + count) * size]
+        if not self.rest.startswith(theirs):
+            ours = np.frombuffer(self.rest, np.int32, len(theirs))
+            count = 1 + int((ours != np.asarray(theirs)).argmax()) // size
         if self.items or namespace.multimodal:
-            end = begin + count * size
+            begin, end = start * size, (start + count) * size
             first = _first_difference(
                 tuple(item for item in self.items if item[0] < end), namespace.items(begin, end)
             )
@@ -183,27 +185,34 @@ class Run:
     @property
     def block_size(self) -> int:
         """Tokens per block."""
-        return len(self.tokens) // (self.length * _TOKEN_BYTES)
+        return len(self.key[1]) // _TOKEN_BYTES
+
+    def block(self, at: int) -> bytes:
+        """The int32 tokens of the block behind the first ``at`` ones."""
+        size = len(self.key[1])
+        return bytes(self.rest[(at - 1) * size : at * size]) if at else self.key[1]
 
     def append(self, tokens: memoryview, ids: Index, items: MultimodalItems) -> None:
-        """Add blocks at the end; capacity at least doubles, so growth costs O(1) per block."""
+        """Add blocks at the end; capacity at least doubles, so growth costs O(1) per block.
+
+        The first block that is ever added is the one of the key.
+        """
         length = self.length + len(ids)
         if length > len(self.ids):
             # A first insertion is often the last one (a prompt), so it gets exactly its size.
             self._resize(max(length, 2 * self.length))
-        self.tokens += tokens
+        self.rest += tokens if self.length else tokens[self.block_size :]
         self.ids[self.length : length] = ids
         self.items += items
         self.length = length
 
     def shrink(self, length: int) -> Index:
-        """Cut the run to ``length`` blocks, at least ``protected``; return the ids, deepest first."""
+        """Cut the run to ``length`` blocks, not below ``protected``; return the ids, last first."""
         cut = self.ids[length : self.length][::-1].copy()
-        block_size = self.block_size
         if self.items:
-            end = (self.depth + length) * block_size
+            end = (self.depth + length) * self.block_size
             self.items = tuple(item for item in self.items if item[0] < end)
-        del self.tokens[length * block_size * _TOKEN_BYTES :]
+        del self.rest[max(0, length - 1) * len(self.key[1]) :]
         self.length = length
         older = self.older_tails
         while older and older[0][0] >= length:
