@@ -31,7 +31,7 @@ class EvictionOrder(ABC):
 
     @abstractmethod
     def add(self, run: Run, stamp: int) -> None:
-        """A stretch of the run was released: the one with this stamp in ``run.tails``."""
+        """A stretch of the run was released: the one with this stamp in ``run.tails()``."""
 
     @abstractmethod
     def victims(self, now_s: float) -> Iterator[tuple[Run, int]]:
@@ -46,8 +46,8 @@ class EvictionOrder(ABC):
         """
 
     @abstractmethod
-    def stamps(self) -> set[int]:
-        """Stamps that are kept, live and gone; for audits."""
+    def entries(self) -> set[tuple[Run, int]]:
+        """Runs and stamps of the stretches that are kept, live and gone; for audits."""
 
     def published(self, num_blocks: int) -> None:  # noqa: B027 - only scores need the clock
         """Blocks were added to the cache."""
@@ -63,32 +63,38 @@ class LruOrder(EvictionOrder):
     """
 
     def __init__(self) -> None:
-        self._queue: deque[tuple[Run, int]] = deque()
+        # In step with each other: a deque of pairs takes four times the memory.
+        self._queue: deque[Run] = deque()
+        self._stamps: deque[int] = deque()
 
     def add(self, run: Run, stamp: int) -> None:
         """See EvictionOrder."""
-        self._queue.append((run, stamp))
+        self._queue.append(run)
+        self._stamps.append(stamp)
 
     def victims(self, now_s: float) -> Iterator[tuple[Run, int]]:  # noqa: ARG002
         """See EvictionOrder."""
-        queue = self._queue
-        while queue:
-            run, stamp = queue[0]
-            if run.tails and run.tails[0][1] == stamp:
-                yield run, run.tails[0][0]
-            else:
-                queue.popleft()  # held again since, or just cut away
+        while self._queue:
+            run = self._queue[0]
+            start, oldest = run.deepest_tail()
+            if oldest == self._stamps[0] and start < run.length:
+                yield run, start
+            else:  # held again since, or just cut away
+                self._queue.popleft()
+                self._stamps.popleft()
 
     def compact(self, live: Iterable[Run]) -> int:
         """See EvictionOrder."""
-        stamps = {stamp for run in live for _, stamp in run.tails}
+        stamps = {stamp for run in live for _, stamp in run.tails()}
         if len(self._queue) > 2 * len(stamps) + 64:
-            self._queue = deque(entry for entry in self._queue if entry[1] in stamps)
+            live_only = [stamp in stamps for stamp in self._stamps]
+            self._queue = deque(itertools.compress(self._queue, live_only))
+            self._stamps = deque(itertools.compress(self._stamps, live_only))
         return len(stamps)
 
-    def stamps(self) -> set[int]:
+    def entries(self) -> set[tuple[Run, int]]:
         """See EvictionOrder."""
-        return {stamp for _, stamp in self._queue}
+        return set(zip(self._queue, self._stamps, strict=True))
 
 
 class ScoredOrder(EvictionOrder):
@@ -130,7 +136,7 @@ class ScoredOrder(EvictionOrder):
                     self._rescored.pop(stamp, None)
                 self._unblock(run)  # another stretch of it may wait behind this one
                 continue
-            floor = max(run.tails[0][0], run.deepest_child())
+            floor = max(run.deepest_tail()[0], run.deepest_child())
             if floor < run.length:
                 yield run, floor
             else:
@@ -147,7 +153,7 @@ class ScoredOrder(EvictionOrder):
 
     def compact(self, live: Iterable[Run]) -> int:
         """See EvictionOrder."""
-        stamps = {stamp for run in live for _, stamp in run.tails}
+        stamps = {stamp for run in live for _, stamp in run.tails()}
         num_blocked = sum(map(len, self._blocked.values()))
         if len(self._heap) + num_blocked + len(self._expiries) > 4 * len(stamps) + 64:
             self._heap += itertools.chain(*self._blocked.values())
@@ -158,11 +164,11 @@ class ScoredOrder(EvictionOrder):
             self._rescored = {s: score for s, score in self._rescored.items() if s in stamps}
         return len(stamps)
 
-    def stamps(self) -> set[int]:
+    def entries(self) -> set[tuple[Run, int]]:
         """See EvictionOrder."""
         blocked = (entry for entries in self._blocked.values() for entry in entries)
-        scored = {stamp for _, stamp, _ in (*self._heap, *blocked)}
-        return scored | {stamp for _, stamp, _ in self._unscored}
+        scored = {(run, stamp) for _, stamp, run in (*self._heap, *blocked)}
+        return scored | {(run, stamp) for run, stamp, _ in self._unscored}
 
     def _unblock(self, run: Run) -> None:
         """Let the least of a run's blocked stretches stand for it; the others wait behind it."""

@@ -184,7 +184,7 @@ def _next_blocks(
     """What the cache has behind the first ``at`` blocks of a run: tokens and items."""
     if at < run.length:
         items = tuple(item for item in run.items if start <= item[0] < start + size)
-        yield bytes(run.tokens[4 * at * size : 4 * (at + 1) * size]), items
+        yield run.block(at), items
     for offset, first, items in islice(run.children, _MAX_NEIGHBOURS):
         if offset == at:
             yield first, items

@@ -25,7 +25,7 @@ def audit(cache: PrefixCache) -> None:
     counts = cache._counts
     run_of = np.full_like(cache.run_of, -1)
     pins = np.zeros_like(counts)
-    stamps: set[int] = set()
+    stretches: set[tuple[Run, int]] = set()
     runs = _runs(cache)
     for run in runs:
         ids = run.ids[: run.length]
@@ -34,12 +34,12 @@ def audit(cache: PrefixCache) -> None:
         run_of[ids] = run.index
         if run.protected and run.parent is not None and run.parent.parent is not None:
             pins[run.parent.ids[run.offset - 1]] += PIN
-        stamps.update(stamp for _, stamp in run.tails)
+        stretches.update((run, stamp) for _, stamp in run.tails())
         _check_place(run, cache.block_size)
         _check_tails(run)
         _check_protected(run, counts)
     _require(np.array_equal(run_of, cache.run_of), "run_of disagrees with the tree")
-    _require(stamps <= cache._order.stamps(), "the eviction order misses a stretch")
+    _require(stretches <= cache._order.entries(), "the eviction order misses a stretch")
     evictable = sum(run.length - run.protected for run in runs)
     _require(evictable == cache.num_evictable, "the count of evictable blocks is wrong")
     _require(len(cache) == int((run_of >= 0).sum()), "the count of cached blocks is wrong")
@@ -73,11 +73,11 @@ def _check_place(run: Run, block_size: int) -> None:
     parent = run.parent
     assert parent is not None, "roots are not checked"
     limit = 0 if parent.parent is None else parent.length
-    first = bytes(run.tokens[: 4 * block_size])
-    _require(len(run.tokens) == 4 * block_size * run.length, "tokens do not fit ids")
+    _require(len(run.key[1]) == 4 * block_size, "a key is not one block")
+    _require(len(run.rest) == 4 * block_size * (run.length - 1), "tokens do not fit ids")
     _require(run.offset <= limit, "a run hangs behind its parent's end")
     _require(run.depth == parent.depth + run.offset, "a depth is wrong")
-    _require(parent.children.get(run.key) is run and run.key[1] == first, "a key is wrong")
+    _require(parent.children.get(run.key) is run, "a key is wrong")
 
 
 def _check_protected(run: Run, counts: NDArray[np.int64]) -> None:
@@ -87,8 +87,9 @@ def _check_protected(run: Run, counts: NDArray[np.int64]) -> None:
 
 
 def _check_tails(run: Run) -> None:
-    starts = [start for start, _ in run.tails]
-    stamps = [stamp for _, stamp in run.tails]
+    tails = run.tails()
+    starts = [start for start, _ in tails]
+    stamps = [stamp for _, stamp in tails]
     _require(starts == sorted(set(starts), reverse=True), "tails overlap")
     _require(stamps == sorted(set(stamps)), "a deep block is younger than a shallow one")
     _require((starts[-1] if starts else run.length) == run.protected, "tails miss a block")
@@ -96,7 +97,7 @@ def _check_tails(run: Run) -> None:
     parent = run.parent
     if run.protected == 0 and parent is not None and run.offset > parent.protected:
         end = parent.length
-        for start, stamp in parent.tails:  # the stretch that holds the block it hangs on
+        for start, stamp in parent.tails():  # the stretch that holds the block it hangs on
             if start < run.offset <= end:
                 _require(stamp > stamps[-1], "a parent was released before its child")
             end = start

@@ -202,8 +202,6 @@ class PrefixCache:
             left -= run.length - length
             self._remember(run, length)
             evicted.append(run.shrink(length))
-            while run.tails and run.tails[0][0] >= length:
-                del run.tails[0]
             if length == 0:
                 self._remove(run)
         ids = np.concatenate(evicted) if evicted else NO_INDEX
@@ -243,7 +241,7 @@ class PrefixCache:
         count = int(np.flatnonzero(run.ids[: run.length] == block_id)[0]) + 1
         tokens, items = [], []
         while run.parent is not None:
-            tokens.append(np.frombuffer(bytes(run.tokens), np.int32, count * self.block_size))
+            tokens.append(np.frombuffer(run.key[1] + run.rest, np.int32, count * self.block_size))
             end = (run.depth + count) * self.block_size
             items += [item for item in run.items if item[0] < end]
             count, run = run.offset, run.parent
@@ -293,7 +291,7 @@ class PrefixCache:
                 start + at < stop
                 and tokens[end : end + size].tobytes() == first
                 and not items
-                and run.tokens.startswith(tokens[begin:end])
+                and run.rest.startswith(tokens[begin + size : end])
             ):
                 return child, at
         return None, 0
@@ -361,10 +359,9 @@ class PrefixCache:
         if after.serial is None:
             after.serial = next(self._serials)
         if length:
-            start, stop = length * self.block_size, (length + 1) * self.block_size
-            behind = self.block_size * run.depth
-            items = tuple(i for i in run.items if start <= i[0] - behind < stop)
-            ghost = (after.serial, length, bytes(run.tokens[4 * start : 4 * stop]), items)
+            start = (run.depth + length) * self.block_size
+            items = tuple(i for i in run.items if start <= i[0] < start + self.block_size)
+            ghost = (after.serial, length, run.block(length), items)
         else:
             ghost = (after.serial, *run.key)
         self._ghosts[ghost] = None

@@ -30,29 +30,31 @@ class Run:
 
     Attributes:
         parent: the run that this one continues, None for a root.
-        key: where it hangs in ``parent.children``.
+        key: where it hangs in ``parent.children``; the one place of its first block's tokens.
         depth: blocks before the run, counted from the root.
         serial: tells it from every other run of the cache, past ones too; a root's key. None until
             something behind one of its blocks is evicted.
         index: what ``PrefixCache.run_of`` holds for its blocks.
-        tokens: the int32 tokens of its blocks as bytes, a copy of its own. Bytes, since these
-            compare with a prompt at the speed of memcmp and without any temporary array.
+        rest: the int32 tokens of its blocks behind the first as bytes, a copy of its own. Bytes,
+            since these compare with a prompt at the speed of memcmp and without any temporary
+            array.
         ids: int64 [capacity].
         length: blocks that are live; never less than any child's offset.
         items: multimodal items that begin within the run.
         children: the runs that branch off, one entry each.
         protected: leading blocks that are held: referenced, or an ancestor of a child with
-            protected blocks. The blocks [protected, length) are the evictable ones.
+            protected blocks. The blocks [protected, length) are the evictable ones; the stretch of
+            them that was released last starts at ``protected``.
+        stamp: of that stretch, if there is one.
+        older_tails: ``(start, stamp)`` of the stretches behind it, deepest first; see ``tails``.
         anchors: where children hang; None until an eviction policy asks for the deepest.
         retention: how dearly it is kept; ``expires_s`` is when that ends.
         score: what the eviction policy gave it last.
-        tails: ``(start, stamp)`` of the evictable stretches, deepest first. A stretch ends where
-            the one before it in the list starts; stamps grow along the list.
     """
 
     __slots__ = (
         "anchors", "children", "depth", "expires_s", "ids", "index", "items", "key", "length",
-        "parent", "protected", "retention", "score", "serial", "tails", "tokens",
+        "older_tails", "parent", "protected", "rest", "retention", "score", "serial", "stamp",
     )  # fmt: skip
 
     def __init__(self, parent: Run | None, key: ChildKey, depth: int, index: int) -> None:
@@ -61,13 +63,14 @@ class Run:
         self.depth = depth
         self.index = index
         self.serial: Hashable = None
-        self.tokens = bytearray()
+        self.rest = bytearray()
         self.ids: Index = NO_INDEX
         self.length = 0
         self.items: MultimodalItems = ()
         self.children = _NO_CHILDREN
         self.protected = 0
-        self.tails = _NO_TAILS
+        self.stamp = 0
+        self.older_tails = _NO_TAILS
         self.anchors: Anchors | None = None
         self.retention = DEFAULT_RETENTION
         self.expires_s = math.inf
@@ -110,21 +113,18 @@ class Run:
 
     def let_go(self, start: int, stamp: int) -> None:
         """The blocks [start, protected) have lost their last holder."""
-        if self.tails:
-            self.tails.append((start, stamp))
-        else:
-            self.tails = [(start, stamp)]
-        self.protected = start
+        if self.protected < self.length:
+            if self.older_tails:
+                self.older_tails.append((self.protected, self.stamp))
+            else:
+                self.older_tails = [(self.protected, self.stamp)]
+        self.protected, self.stamp = start, stamp
 
     def take_back(self, stop: int) -> None:
         """The leading ``stop`` blocks, more than are protected, have a holder again."""
-        tails = self.tails
-        while tails:
-            end = tails[-2][0] if len(tails) > 1 else self.length
-            if end > stop:
-                tails[-1] = (stop, tails[-1][1])
-                break
-            tails.pop()
+        older = self.older_tails
+        while older and older[-1][0] <= stop:
+            self.stamp = older.pop()[1]
         self.protected = stop
 
     def retain(self, retention: Retention, now_s: float) -> None:
@@ -132,17 +132,34 @@ class Run:
         self.retention = retention
         self.expires_s = math.inf if retention.duration_s is None else now_s + retention.duration_s
 
+    def tails(self) -> Tails:
+        """``(start, stamp)`` of the evictable stretches, deepest first.
+
+        A stretch ends where the one before it in the list starts; stamps grow along the list.
+        """
+        tails = list(self.older_tails)
+        if self.protected < self.length:
+            tails.append((self.protected, self.stamp))
+        return tails
+
+    def deepest_tail(self) -> tuple[int, int]:
+        """``(start, stamp)`` of the stretch released first; starts at the end if there is none."""
+        return self.older_tails[0] if self.older_tails else (self.protected, self.stamp)
+
     def has_tail(self, stamp: int) -> bool:
         """Whether the stretch with this stamp is still evictable."""
-        tails = self.tails
-        if not tails or stamp > tails[-1][1]:
-            return False
-        return tails[bisect.bisect_left(tails, stamp, key=_stamp)][1] == stamp
+        if stamp >= self.stamp:
+            return stamp == self.stamp and self.protected < self.length
+        older = self.older_tails
+        at = bisect.bisect_left(older, stamp, key=_stamp)
+        return at < len(older) and older[at][1] == stamp
 
     def common_blocks(
         self, tokens: memoryview, start: int, stop: int, size: int, namespace: Namespace
     ) -> int:
         """How many leading blocks of the run equal blocks [start, stop) of the prompt.
+
+        The first does: by its tokens the run was found.
 
         Args:
             tokens: the prompt's int32 tokens.
@@ -152,13 +169,12 @@ class Run:
             namespace: the prompt's multimodal items.
         """
         count = min(stop - start, self.length)
-        begin = start * size
-        theirs = tokens[begin : begin + count * size]
-        if not self.tokens.startswith(theirs):
-            ours = np.frombuffer(self.tokens, np.int32, count * size)
-            count = int((ours != np.asarray(theirs)).argmax()) // size
+        theirs = tokens[(start + 1) * size : (start + count) * size]
+        if not self.rest.startswith(theirs):
+            ours = np.frombuffer(self.rest, np.int32, len(theirs))
+            count = 1 + int((ours != np.asarray(theirs)).argmax()) // size
         if self.items or namespace.multimodal:
-            end = begin + count * size
+            begin, end = start * size, (start + count) * size
             first = _first_difference(
                 tuple(item for item in self.items if item[0] < end), namespace.items(begin, end)
             )
@@ -169,28 +185,38 @@ class Run:
     @property
     def block_size(self) -> int:
         """Tokens per block."""
-        return len(self.tokens) // (self.length * _TOKEN_BYTES)
+        return len(self.key[1]) // _TOKEN_BYTES
+
+    def block(self, at: int) -> bytes:
+        """The int32 tokens of the block behind the first ``at`` ones."""
+        size = len(self.key[1])
+        return bytes(self.rest[(at - 1) * size : at * size]) if at else self.key[1]
 
     def append(self, tokens: memoryview, ids: Index, items: MultimodalItems) -> None:
-        """Add blocks at the end; capacity at least doubles, so growth costs O(1) per block."""
+        """Add blocks at the end; capacity at least doubles, so growth costs O(1) per block.
+
+        The first block that is ever added is the one of the key.
+        """
         length = self.length + len(ids)
         if length > len(self.ids):
             # A first insertion is often the last one (a prompt), so it gets exactly its size.
             self._resize(max(length, 2 * self.length))
-        self.tokens += tokens
+        self.rest += tokens if self.length else tokens[self.block_size :]
         self.ids[self.length : length] = ids
         self.items += items
         self.length = length
 
     def shrink(self, length: int) -> Index:
-        """Cut the run to ``length`` blocks; return the ids cut off, deepest first."""
+        """Cut the run to ``length`` blocks, not below ``protected``; return the ids, last first."""
         cut = self.ids[length : self.length][::-1].copy()
-        block_size = self.block_size
         if self.items:
-            end = (self.depth + length) * block_size
+            end = (self.depth + length) * self.block_size
             self.items = tuple(item for item in self.items if item[0] < end)
-        del self.tokens[length * block_size * _TOKEN_BYTES :]
+        del self.rest[max(0, length - 1) * len(self.key[1]) :]
         self.length = length
+        older = self.older_tails
+        while older and older[0][0] >= length:
+            del older[0]
         if length * 2 < len(self.ids):
             self._resize(length)
         return cut

@@ -205,13 +205,13 @@ def state(real: Real, model: Model):
     cache, ledger = real.manager._cache, real.manager._ledger
     names: dict[int, int] = {}
     runs = [run for run in cache._runs if run is not None]
-    place = {s: i for i, s in enumerate(sorted(stamp for run in runs for _, stamp in run.tails))}
+    place = {s: i for i, s in enumerate(sorted(stamp for run in runs for _, stamp in run.tails()))}
 
     def named(ids):
         return tuple(names.setdefault(block_id, len(names)) for block_id in ids.tolist())
 
     def tree(run):
-        own = named(run.ids[: run.length]), run.protected, [(at, place[s]) for at, s in run.tails]
+        own = named(run.ids[: run.length]), run.protected, [(at, place[s]) for at, s in run.tails()]
         return str(own), tuple((key, tree(run.children[key])) for key in sorted(run.children))
 
     held = tuple((who, b._weight, named(b.index)) for who, b in sorted(real.held.items()))

@@ -274,6 +274,16 @@ def test_an_integrity_error_tells_of_broken_books():
         shelf.cache.check_integrity()
 
 
+def test_an_integrity_error_tells_of_a_stretch_queued_under_anothers_stamp():
+    shelf = Shelf()
+    shelf.publish(run_of(2, 1))
+    shelf.publish(run_of(2, 2))
+    shelf.check()
+    shelf.cache._order._stamps.reverse()
+    with pytest.raises(IntegrityError, match="misses a stretch"):
+        shelf.cache.check_integrity()
+
+
 # Few tokens and many rows: the tree is compared with a list of prefixes.
 rows = st.lists(st.lists(st.integers(0, 1), max_size=9), max_size=12)
 

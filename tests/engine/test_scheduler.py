@@ -91,9 +91,9 @@ def eviction_order(kv):
     """Stamps and ids of all evictable stretches, next victim first."""
     cache = kv.block_manager._cache
     order = []
-    for run, stamp in cache._order._queue:
+    for run, stamp in zip(cache._order._queue, cache._order._stamps, strict=True):
         end = run.length
-        for start, tail_stamp in run.tails:
+        for start, tail_stamp in run.tails():
             if tail_stamp == stamp:
                 order.append((stamp, run.ids[start:end].tolist()))
             end = start

@@ -87,7 +87,8 @@ def books(kv, *sequences):
         ],
         kv.block_manager._ledger.counts.tolist(),
         kv.single_block_manager._ledger._stack[: kv.single_block_manager.num_free_blocks].tolist(),
-        [(run.index, stamp, run.length) for run, stamp in kv.block_manager._cache._order._queue],
+        [(run.index, run.length) for run in kv.block_manager._cache._order._queue],
+        list(kv.block_manager._cache._order._stamps),
     )
 
 
