@@ -65,28 +65,34 @@ class RayRank(RemoteRank):
         """See RankHandle."""
         if self._closing is not None or self._is_closed or not ray.is_initialized():
             return
+        if self._process is not None and self._process.wait(0):
+            self._process = None
+            self.lose(f"{self._who} died: {_GONE}")
         if self._beat is None:
             self._beat = self._submit(self._actor.health, self.driver_id, self.session)
             self._num_silent = 0
-            if self._beat is None:
-                return
-        if not ray.wait([self._beat], timeout=0)[0]:
-            # Counted, not timed: a driver that was stopped itself finds nobody silent.
-            self._num_silent += 1
-            if self._num_silent * self.config.heartbeat_s > self.config.silence_s:
-                self.lose(f"{self._who} is silent for {self.config.silence_s:g} s: {_GONE}")
+        if self._beat is None:
             return
-        reference, self._beat = self._beat, None
+        if ray.wait([self._beat], timeout=0)[0]:
+            reference, self._beat = self._beat, None
+            self._hear_from(reference)
+            return
+        # Counted, not timed: a driver that was stopped itself finds nobody silent.
+        self._num_silent += 1
+        if self._num_silent * self.config.heartbeat_s > self.config.silence_s:
+            self.lose(f"{self._who} is silent for {self.config.silence_s:g} s: {_GONE}")
+
+    def _hear_from(self, reference: Any) -> None:
         try:
             health: Health = ray.get(reference)
         except ActorUnavailableError:
-            pass  # not reached at this time; silence has its limit
+            return  # not reached at this time; silence has its limit
         except Exception as error:  # noqa: BLE001 - whatever Ray raises, it is not there
             self.lose(str(translate(error, self._who, 0)))
-        else:
-            if health.info.pid != self.info.pid and self._is_here:
-                self._process = RankProcess.find(health.info.pid)
-            self.hear(health)
+            return
+        if health.info.pid != self.info.pid and self._is_here:
+            self._process = RankProcess.find(health.info.pid)
+        self.hear(health)
 
     def get(self, reference: Any, session: int, wait_s: float = 0) -> Any:
         """Wait for an answer of the actor, as long as the session lasts.

@@ -8,9 +8,10 @@ from collections.abc import Sequence as SequenceOf
 import numpy as np
 
 from raykv.core.sequence import KVCacheState, Sequence
-from raykv.core.tokens import BlockIds
 from raykv.errors import RankUnavailableError, RaykvError, RequestError
-from raykv.messages import Answer, Call, Origin, SequenceStates, SequenceUpdates
+from raykv.messages import Answer, Call, Origin, SequenceUpdates
+
+_NOBODY: tuple[Sequence | None, int] = (None, 0)
 
 
 class Mirror:
@@ -49,26 +50,31 @@ class Mirror:
             RankUnavailableError: the blocks of one were lost.
             RequestError: another pool or rank holds one.
         """
+        held = self._held
         origins: dict[int, Origin] = {}
-        known_tokens, tails = [], []
+        seq_ids, known_tokens, computed, num_blocks, tails = [], [], [], [], []
         for index, sequence in enumerate(sequences):
-            known = 0
+            seq_id, known = sequence.seq_id, 0
             if sequence.single_block_id is not None:
-                holder, known = self._held.get(sequence.seq_id, (None, 0))
+                holder, known = held.get(seq_id, _NOBODY)
                 if holder is not sequence:
                     raise self._not_here(sequence)
             if not known:
                 origin = sequence.namespace, sequence.retention, sequence.counted
                 origins[index] = Origin(*origin)
+            state = sequence.kv_state
+            seq_ids.append(seq_id)
             known_tokens.append(known)
+            computed.append(state.num_computed_tokens)
+            num_blocks.append(len(state.block_ids))
             tails.append(sequence.tokens_from(known))
         return SequenceUpdates(
-            seq_ids=[sequence.seq_id for sequence in sequences],
+            seq_ids=seq_ids,
             num_known_tokens=known_tokens,
             num_new_tokens=[len(tail) for tail in tails],
             token_ids=np.concatenate(tails),
-            num_computed_tokens=[sequence.kv_state.num_computed_tokens for sequence in sequences],
-            num_known_blocks=[sequence.kv_state.num_blocks for sequence in sequences],
+            num_computed_tokens=computed,
+            num_known_blocks=num_blocks,
             origins=origins,
         )
 
@@ -79,42 +85,45 @@ class Mirror:
             return
         forgets = call.operation in {"release", "undo"}
         stop = 0
-        for index, sequence in enumerate(sequences):
-            start, stop = stop, stop + states.num_new_blocks[index]
+        for sequence, row, num_blocks, num_new, num_shared, num_computed, known, sent in zip(
+            sequences, states.single_block_ids, states.num_blocks, states.num_new_blocks,
+            states.num_shared_blocks, states.num_computed_tokens,
+            updates.num_known_tokens, updates.num_new_tokens, strict=True,
+        ):  # fmt: skip
+            start, stop = stop, stop + num_new
             # A failed call may have come to some of the sequences, but admitted none.
             if answer.error is not None and not self._holds(sequence):
                 continue
-            if not states.single_block_ids[index]:
-                if self._holds(sequence):
-                    del self._held[sequence.seq_id]
-                    sequence.forget()
-                elif forgets:
-                    sequence.forget()
+            if not row:
+                self._empty(sequence, forgets=forgets)
                 continue
-            known = states.num_blocks[index] - (stop - start)
-            self._apply_one(sequence, states, index, known, states.block_ids[start:stop])
-            num_sent = updates.num_known_tokens[index] + updates.num_new_tokens[index]
-            self._held[sequence.seq_id] = (sequence, num_sent)
+            if sequence.single_block_id is None:
+                self._admit(sequence, num_computed)
+            sequence.single_block_id = row
+            state = sequence.kv_state
+            state.num_shared_blocks = num_shared
+            if num_new or num_blocks != len(state.block_ids):
+                kept = state.block_ids[: num_blocks - num_new]
+                block_ids = np.concatenate((kept, states.block_ids[start:stop]))
+                block_ids.flags.writeable = False
+                state.block_ids = block_ids
+            self._held[sequence.seq_id] = sequence, known + sent
 
-    def _apply_one(
-        self, sequence: Sequence, states: SequenceStates, index: int, known: int, new: BlockIds
-    ) -> None:
-        if sequence.single_block_id is None:
-            sequence.counted = True
-            sequence.dp_rank = self._dp_rank
-            sequence.kv_state = KVCacheState(
-                self._block_size, num_computed_tokens=states.num_computed_tokens[index]
-            )
-        sequence.single_block_id = states.single_block_ids[index]
-        state = sequence.kv_state
-        state.num_shared_blocks = states.num_shared_blocks[index]
-        if len(new) or known < state.num_blocks:
-            block_ids = np.concatenate((state.block_ids[:known], new))
-            block_ids.flags.writeable = False
-            state.block_ids = block_ids
+    def _admit(self, sequence: Sequence, num_computed: int) -> None:
+        sequence.counted = True
+        sequence.dp_rank = self._dp_rank
+        sequence.kv_state = KVCacheState(self._block_size, num_computed_tokens=num_computed)
+
+    def _empty(self, sequence: Sequence, *, forgets: bool) -> None:
+        """The rank holds nothing of a sequence."""
+        if self._holds(sequence):
+            del self._held[sequence.seq_id]
+            sequence.forget()
+        elif forgets:
+            sequence.forget()
 
     def _holds(self, sequence: Sequence) -> bool:
-        return self._held.get(sequence.seq_id, (None, 0))[0] is sequence
+        return self._held.get(sequence.seq_id, _NOBODY)[0] is sequence
 
     def _not_here(self, sequence: Sequence) -> RaykvError:
         if self._gone.get(id(sequence)) is sequence:

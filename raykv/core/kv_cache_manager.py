@@ -214,7 +214,7 @@ def flatten(sequences: Sequences) -> list[Sequence]:
             flat += item.sequences
         else:
             raise TypeError(f"expected a Sequence or a Request, got {type(item).__name__}")
-    if len(set(map(id, flat))) != len(flat):
+    if len(set(flat)) != len(flat):
         raise ValueError(f"a sequence is listed twice among {len(flat)}")
     return flat
 
