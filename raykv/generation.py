@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from raykv.engine.params import GenerationRequest, TokenDelta, TokenOutput
 from raykv.errors import NotSupportedError, RankUnavailableError, RaykvError, RequestError
 from raykv.rank_handle import Failed, RankHandle, Reply
-from raykv.routing import Router
+from raykv.routing import Charge, Router
 
 _POLL_WAIT_S = 0.5
 _log = logging.getLogger(__name__)
@@ -46,8 +46,7 @@ class _Pending:
     request: GenerationRequest
     listener: Listener
     batch: Batch
-    num_blocks: int
-    has_started: bool = False
+    charge: Charge
     is_aborted: bool = False
 
     def is_called(self, request_id: str) -> bool:
@@ -63,14 +62,12 @@ class Generations:
 
     Args:
         ranks: the pool's ranks.
-        router: chooses among them; its debits are kept up to date here.
-        block_size: tokens per block.
+        router: chooses among them; hears here what becomes of the requests.
     """
 
-    def __init__(self, ranks: Sequence[RankHandle], router: Router, block_size: int) -> None:
+    def __init__(self, ranks: Sequence[RankHandle], router: Router) -> None:
         self._ranks = ranks
         self._router = router
-        self._block_size = block_size
         self._pending: list[dict[str, _Pending]] = [{} for _ in ranks]
         self._pumps: list[threading.Thread | None] = [None] * len(ranks)
         self._names = itertools.count()
@@ -154,6 +151,7 @@ class Generations:
 
     def _place(self, batch: Batch) -> dict[int, list[GenerationRequest]]:
         placed: dict[int, list[GenerationRequest]] = {}
+        prompts = self._router.read_all(batch.requests)
         with self._lock:
             known = {name for pending in self._pending for name in pending}
             for request in batch.requests:
@@ -163,14 +161,17 @@ class Generations:
                     )
                 known.add(request.request_id)
             rank = batch.dp_rank
-            for request, listener in zip(batch.requests, batch.listeners, strict=True):
+            rooms = [handle.room for handle in self._ranks]
+            for request, listener, prompt in zip(
+                batch.requests, batch.listeners, prompts, strict=True
+            ):
+                num_new_tokens = request.params.max_tokens
                 if batch.dp_rank is None and (request.sample_index == 0 or rank is None):
-                    rank = self._router.begin([handle.room for handle in self._ranks]).take(0)
+                    rank = self._router.choose(rooms, prompt, num_new_tokens)
                 assert rank is not None, "the first sample of a prompt chose one"
-                num_tokens = len(request.token_ids) + request.params.max_tokens
-                entry = _Pending(request, listener, batch, -(-num_tokens // self._block_size))
+                charge = self._router.charge(rank, prompt, num_new_tokens)
+                entry = _Pending(request, listener, batch, charge)
                 self._pending[rank][request.request_id] = entry
-                self._router.debits[rank] += entry.num_blocks
                 placed.setdefault(rank, []).append(request)
         return placed
 
@@ -193,6 +194,7 @@ class Generations:
             try:
                 deltas = self._ranks[rank].poll(_POLL_WAIT_S)
             except Exception as error:  # noqa: BLE001 - whoever waits must hear of it
+                self._router.forget(rank)
                 with self._lock:
                     lost = list(self._pending[rank])
                 deltas = [TokenDelta(name, error=_known(error)) for name in lost]
@@ -204,11 +206,11 @@ class Generations:
             entry = self._pending[rank].get(delta.request_id)
             if entry is None:
                 return
-            if not entry.has_started:  # from now on the rank's own counters show its blocks
-                entry.has_started = True
-                self._router.debits[rank] -= entry.num_blocks
+            self._router.credit(entry.charge, len(delta.token_ids), is_last=delta.is_last)
             if delta.is_last:
                 del self._pending[rank][delta.request_id]
+        if delta.output is not None:
+            self._router.learn(entry.charge, entry.request, delta.output)
         try:
             entry.listener(delta)
         except Exception:  # noqa: BLE001 - a fault of one caller must not stop the others' outputs
