@@ -68,20 +68,27 @@ class Choice:
         self._router = router
         self._views = views
         self._num_singles = [view.room.num_free_single_blocks for view in views]
+        self._usable = _usable(views, self._num_singles)
         self._taken: list[tuple[int, Prompt]] = []
 
     def take(self, sequence: Sequence, num_tokens: int) -> int:
         """The rank for one more sequence, which will hold ``num_tokens`` tokens."""
-        router = self._router
-        prompt = router.read(sequence.token_ids, sequence.namespace)
-        wanted = Wanted(num_tokens, router.block_size, can_wait=False)
-        rank = router.pick(self._views, self._num_singles, prompt, wanted)
+        router, size = self._router, self._router.block_size
+        wanted = Wanted(num_tokens, size, can_wait=False)
+        if router.counts_hits:
+            prompt = router.read(sequence.token_ids, sequence.namespace)
+            router.look_up(self._views, prompt)
+        rank = router.ask(self._usable, wanted)
         view = self._views[rank]
-        num_blocks = wanted.num_blocks - view.num_hit_tokens // router.block_size
+        num_blocks = wanted.num_blocks
+        if router.counts_hits:
+            num_blocks -= view.num_hit_tokens // size
+            self._taken.append((rank, prompt))
         view.num_promised_blocks += num_blocks
-        view.num_work_tokens += num_blocks * router.block_size
+        view.num_work_tokens += num_blocks * size
         self._num_singles[rank] -= 1
-        self._taken.append((rank, prompt))
+        if self._num_singles[rank] == 0:
+            self._usable = _usable(self._views, self._num_singles)
         return rank
 
     def settle(self) -> None:
@@ -100,6 +107,7 @@ class Router:
     Attributes:
         policy: decides.
         block_size: tokens per block.
+        counts_hits: whether it keeps account of what ranks have cached, since the policy asks.
         debits: per rank, blocks that were promised and do not show in the rank's counters yet.
         work: per rank, tokens of this driver's requests that are to be computed or produced.
 
@@ -115,9 +123,8 @@ class Router:
         self._num_total_blocks = config.num_blocks - 1
         self._max_tokens = config.max_tokens_per_sequence
         self._digests = [PrefixDigest(self._num_total_blocks) for _ in range(num_ranks)]
-        self._hasher: PrefixHasher | None = None
-        if self.policy.wants_hits and config.enable_prefix_cache:
-            self._hasher = PrefixHasher(config.block_size, config.hash_seed)
+        self.counts_hits = self.policy.wants_hits and config.enable_prefix_cache
+        self._hasher = PrefixHasher(config.block_size, config.hash_seed)
         self._open: set[Charge] = set()
         self._lock = threading.Lock()
 
@@ -128,10 +135,11 @@ class Router:
 
         Work is what is in use: a scheduler of one's own does not say what it computes.
         """
-        views = []
-        for rank, (room, debit) in enumerate(zip(rooms, self.debits, strict=True)):
-            num_used = self._num_total_blocks - room.num_available_blocks + debit
-            views.append(RankView(rank, room, debit, num_used * self.block_size))
+        total, size = self._num_total_blocks, self.block_size
+        views = [
+            RankView(rank, room, debit, (total - room.num_available_blocks + debit) * size)
+            for rank, (room, debit) in enumerate(zip(rooms, self.debits, strict=True))
+        ]
         return Choice(self, views)
 
     # -- our engine: requests under way -----------------------------------------------------------
@@ -160,10 +168,12 @@ class Router:
                 zip(rooms, self.debits, self.work, strict=True)
             )
         ]
-        singles = [room.num_free_single_blocks for room in rooms]
+        if self.counts_hits:
+            self.look_up(views, prompt)
         num_tokens = min(prompt.num_tokens + num_new_tokens, self._max_tokens)
         wanted = Wanted(num_tokens, self.block_size, can_wait=True)
-        return self.pick(views, singles, prompt, wanted)
+        singles = [room.num_free_single_blocks for room in rooms]
+        return self.ask(_usable(views, singles), wanted)
 
     def charge(self, rank: int, prompt: Prompt, num_new_tokens: int) -> Charge:
         """Note that a request goes to a rank, which will then have its prompt."""
@@ -200,7 +210,7 @@ class Router:
 
     def learn(self, charge: Charge, request: GenerationRequest, output: TokenOutput) -> None:
         """A finished output tells what its rank had cached, and has now."""
-        if self._hasher is None or output.stop_reason == "abort":
+        if not self.counts_hits or output.stop_reason == "abort":
             return
         # The KV of the last token was not computed.
         produced = as_tokens(output.token_ids[:-1])
@@ -216,38 +226,38 @@ class Router:
     def read(self, token_ids: TokenIds, namespace: Namespace) -> Prompt:
         """Name the blocks of a prompt, if the policy wants hits."""
         num_tokens = len(token_ids)
-        if self._hasher is None:
+        if not self.counts_hits:
             return Prompt(num_tokens, (), 0)
         names = self._hasher.names(token_ids, namespace=namespace)
         return Prompt(num_tokens, names, max(0, num_tokens - 1) // self.block_size)
 
     def note(self, rank: int, prompt: Prompt) -> None:
         """A rank will have a prompt cached."""
-        if prompt.names:
-            with self._lock:
-                self._digests[rank].note(prompt.names)
+        with self._lock:
+            self._digests[rank].note(prompt.names)
 
     def forget(self, rank: int) -> None:
         """A rank has lost its cache, or was lost with it."""
         with self._lock:
             self._digests[rank] = PrefixDigest(self._num_total_blocks)
 
-    def pick(
-        self, views: list[RankView], num_singles: list[int], prompt: Prompt, wanted: Wanted
-    ) -> int:
-        """Ask the policy; ``num_singles`` are single blocks to give, per rank."""
-        if self._hasher is not None:
-            with self._lock:
-                for view in views:
-                    view.num_hit_tokens = self._num_hits(view.rank, prompt) * self.block_size
-        usable = [view for view, singles in zip(views, num_singles, strict=True) if singles > 0]
-        if not usable:
-            usable = [view for view in views if view.room != NO_ROOM] or views
-        rank = self.policy.choose(usable, wanted)
-        if rank not in range(len(views)):
+    def look_up(self, views: list[RankView], prompt: Prompt) -> None:
+        """Fill in how much of a prompt each rank should have."""
+        with self._lock:
+            for view in views:
+                view.num_hit_tokens = self._num_hits(view.rank, prompt) * self.block_size
+
+    def ask(self, views: list[RankView], wanted: Wanted) -> int:
+        """What the policy chooses.
+
+        Raises:
+            ConfigError: it chose a rank that does not exist.
+        """
+        rank = self.policy.choose(views, wanted)
+        if not 0 <= rank < len(self.debits):
             raise ConfigError(
                 f"routing.policy {type(self.policy).__name__} chose rank {rank!r}, but ranks are "
-                f"0..{len(views) - 1}: let it return the `rank` of a view that it was given"
+                f"0..{len(self.debits) - 1}: let it return the `rank` of a view that it was given"
             )
         return rank
 
@@ -272,3 +282,9 @@ class Router:
 
     def _num_hits(self, rank: int, prompt: Prompt) -> int:
         return min(self._digests[rank].num_known(prompt.names), prompt.num_reusable_blocks)
+
+
+def _usable(views: list[RankView], num_singles: list[int]) -> list[RankView]:
+    """The ranks that can admit something, or else those that are not lost, or else all."""
+    usable = [view for view, singles in zip(views, num_singles, strict=True) if singles > 0]
+    return usable or [view for view in views if view.room != NO_ROOM] or views

@@ -6,6 +6,7 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from raykv.core.kv_cache_manager import Room
 from raykv.errors import ConfigError
@@ -39,8 +40,7 @@ class RankView:
         return self.room.num_available_blocks - self.num_promised_blocks
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
+class Wanted(NamedTuple):
     """What one sequence wants.
 
     Attributes:
@@ -84,7 +84,12 @@ class AvailableBlocksPolicy(RoutingPolicy):
 
     def choose(self, ranks: Sequence[RankView], wanted: Wanted) -> int:  # noqa: ARG002
         """See RoutingPolicy."""
-        return max(ranks, key=_available).rank
+        best, most = ranks[0].rank, ranks[0].num_available_blocks
+        for view in ranks[1:]:
+            num_blocks = view.num_available_blocks
+            if num_blocks > most:
+                best, most = view.rank, num_blocks
+        return best
 
 
 class FreeBlocksPolicy(RoutingPolicy):
@@ -148,10 +153,6 @@ def make_policy(name: str) -> RoutingPolicy:
     if not isinstance(policy, RoutingPolicy):
         raise ConfigError(f"routing.policy {name!r} is no raykv.routing_policy.RoutingPolicy")
     return policy
-
-
-def _available(view: RankView) -> int:
-    return view.num_available_blocks
 
 
 def _free(view: RankView) -> int:
