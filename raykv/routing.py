@@ -242,9 +242,11 @@ class Router:
             self._digests[rank] = PrefixDigest(self._num_total_blocks)
 
     def look_up(self, views: list[RankView], prompt: Prompt) -> None:
-        """Fill in how much of a prompt each rank should have."""
+        """Fill in how much of a prompt each rank should have; what a lost rank had is gone."""
         with self._lock:
             for view in views:
+                if view.room == NO_ROOM:
+                    self._digests[view.rank] = PrefixDigest(self._num_total_blocks)
                 view.num_hit_tokens = self._num_hits(view.rank, prompt) * self.block_size
 
     def ask(self, views: list[RankView], wanted: Wanted) -> int:

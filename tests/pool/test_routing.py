@@ -190,10 +190,11 @@ def test_ranks_that_can_admit_nothing_are_passed_by_unless_all_are(policy):
     assert [choice.take(s, 20) for s in sequences] == [1, 1, 2, 1], "what it gave away counts"
 
 
-def test_a_lost_ranks_cache_attracts_nobody():
-    router = make_router()
+def test_a_lost_ranks_cache_attracts_nobody_and_is_gone_when_it_returns():
+    router = make_router(num_ranks=3)
     send(router, tokens_of(100))
-    assert send(router, tokens_of(100), rooms=[NO_ROOM, EMPTY]).rank == 1
+    assert send(router, tokens_of(100, 1), rooms=[NO_ROOM, EMPTY, EMPTY]).rank == 1
+    assert hits_of(router, tokens_of(100)) == [0, 0, 0]
 
 
 def test_a_policy_that_chooses_no_rank_is_named():
