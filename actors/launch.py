@@ -22,6 +22,7 @@ from raykv.errors import ConfigError, RankUnavailableError
 from raykv.messages import RankInfo
 from raykv.pool import BlockManagerPool
 from raykv.rank_handle import RankHandle
+from raykv.routing_policy import make_policy
 
 _LEAVE_S = 2.0
 
@@ -137,6 +138,7 @@ def launch(
 
 
 def _check(config: PoolConfig, lifetime: str | None) -> None:
+    make_policy(config.routing.policy)
     if lifetime == "detached" and cluster.is_local():
         raise ConfigError(
             "lifetime is 'detached', but no cluster runs, and the local Ray that launch starts "

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from raykv.errors import ConfigError
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 
 EVICTION_POLICIES = ("lru", "lrfu", "priority")
+ROUTING_POLICIES = ("available_blocks", "free_blocks", "cache_aware")
 
 _LATER = {
     "linear_state": "linear-state caching",
@@ -43,10 +44,20 @@ class RoutingConfig(_Model):
 
     Attributes:
         policy: ``available_blocks`` counts free and evictable blocks; ``free_blocks`` is the
-            seed's rule, which sees a rank full of idle cache as full.
+            seed's rule, which sees a rank full of idle cache as full; ``cache_aware`` weighs the
+            prefix that a rank has cached against the work that waits there; or ``module:Class``,
+            see raykv.routing_policy.
     """
 
-    policy: Literal["available_blocks", "free_blocks"] = "available_blocks"
+    policy: str = "available_blocks"
+
+    @field_validator("policy")
+    @classmethod
+    def _policy_is_known(cls, policy: str) -> str:
+        if policy not in ROUTING_POLICIES and ":" not in policy:
+            known = ", ".join(map(repr, ROUTING_POLICIES))
+            raise ValueError(f"must be {known} or module:Class, got {policy!r}")
+        return policy
 
 
 class MemoryConfig(_Model):

@@ -15,7 +15,7 @@ from raykv.config import PoolConfig
 from raykv.engine.params import GenerationRequest, Produced, TokenDelta, TokenOutput
 from raykv.errors import NotSupportedError, RankUnavailableError, RaykvError, RequestError
 from raykv.rank_handle import Failed, RankHandle, Reply
-from raykv.routing import Router
+from raykv.routing import Charge, Prompt, Router
 
 _POLL_WAIT_S = 0.5
 _LOOK_S = 0.05
@@ -55,8 +55,7 @@ class _Pending:
     request: GenerationRequest
     listener: Listener
     batch: Batch
-    num_blocks: int
-    has_started: bool = False
+    charge: Charge
     is_aborted: bool = False
     produced: list[TokenDelta] = field(default_factory=list)
     session: int | None = None
@@ -75,7 +74,7 @@ class Generations:
 
     Args:
         ranks: the pool's ranks.
-        router: chooses among them; its debits are kept up to date here.
+        router: chooses among them; hears here what becomes of the requests.
         config: the pool's.
 
     Attributes:
@@ -86,7 +85,6 @@ class Generations:
         self.num_failed_over = 0
         self._ranks = ranks
         self._router = router
-        self._block_size = config.block_size
         self._fails_over = config.ray.on_rank_loss == "fail_over"
         self._patience_s = config.ray.failover_timeout_s
         self._closed = False
@@ -191,6 +189,7 @@ class Generations:
 
     def _place(self, batch: Batch) -> dict[int, list[GenerationRequest]]:
         placed: dict[int, list[GenerationRequest]] = {}
+        prompts = self._router.read_all(batch.requests)
         with self._lock:
             known = {entry.request.request_id for entry in self._entries()}
             for request in batch.requests:
@@ -200,13 +199,14 @@ class Generations:
                     )
                 known.add(request.request_id)
             rank = self._wanted(batch)
-            for request, listener in zip(batch.requests, batch.listeners, strict=True):
+            for request, listener, prompt in zip(
+                batch.requests, batch.listeners, prompts, strict=True
+            ):
                 if self._wanted(batch) is None and (request.sample_index == 0 or rank is None):
-                    rank = self._choose()
+                    rank = self._choose(request, prompt)
                 assert rank is not None, "the first sample of a prompt chose one"
-                num_tokens = len(request.token_ids) + request.params.max_tokens
-                entry = _Pending(request, listener, batch, -(-num_tokens // self._block_size))
-                self._add(rank, entry)
+                charge = self._router.charge(rank, prompt, request.params.max_tokens)
+                self._pending[rank][request.request_id] = _Pending(request, listener, batch, charge)
                 placed.setdefault(rank, []).append(request)
         return placed
 
@@ -216,12 +216,9 @@ class Generations:
         is_lost = rank is not None and self._ranks[rank].lost is not None
         return None if is_lost and self._fails_over else rank
 
-    def _choose(self) -> int:
-        return self._router.begin([handle.room for handle in self._ranks]).take(0)
-
-    def _add(self, rank: int, entry: _Pending) -> None:
-        self._pending[rank][entry.request.request_id] = entry
-        self._router.debits[rank] += entry.num_blocks
+    def _choose(self, request: GenerationRequest, prompt: Prompt) -> int:
+        rooms = [handle.room for handle in self._ranks]
+        return self._router.choose(rooms, prompt, _num_left(request))
 
     def _fail_over(self, entries: list[_Pending], lost: Exception) -> None:
         """Let other ranks go on with what a lost one had, where that is wanted."""
@@ -241,8 +238,11 @@ class Generations:
                 elif is_hopeless:
                     over.append((entry, TokenDelta(name, error=_known(lost))))
                 else:
-                    target = self._choose()
-                    self._add(target, entry)
+                    request = entry.request
+                    prompt = self._router.read(request.token_ids, request.namespace)
+                    target = self._choose(request, prompt)
+                    entry.charge = self._router.charge(target, prompt, _num_left(request))
+                    self._pending[target][name] = entry
                     placed.setdefault(target, []).append(entry.request)
                     self.num_failed_over += 1
         for entry, delta in over:
@@ -263,9 +263,7 @@ class Generations:
             for entry in entries:
                 del pending[entry.request.request_id]
                 entry.session = None
-                if not entry.has_started:
-                    self._router.debits[rank] -= entry.num_blocks
-                entry.has_started = False
+                self._router.credit(entry.charge, 0, is_last=True)
                 produced = entry.request.produced
                 for delta in entry.produced:
                     produced += Produced(delta.token_ids, delta.log_probs, delta.top_log_probs)
@@ -276,6 +274,8 @@ class Generations:
                     num_failed_over=entry.request.num_failed_over + 1,
                 )
                 self._homeless[entry.request.request_id] = entry
+        if entries:
+            self._router.forget(rank)
         return entries
 
     def _ensure_pump(self, rank: int) -> None:
@@ -318,13 +318,13 @@ class Generations:
             entry = self._pending[rank].get(delta.request_id)
             if entry is None:
                 return
-            if not entry.has_started:  # from now on the rank's own counters show its blocks
-                entry.has_started = True
-                self._router.debits[rank] -= entry.num_blocks
+            self._router.credit(entry.charge, len(delta.token_ids), is_last=delta.is_last)
             if delta.is_last:
                 del self._pending[rank][delta.request_id]
             else:
                 entry.produced.append(delta)
+        if delta.output is not None:
+            self._router.learn(entry.charge, entry.request, delta.output)
         self._tell(entry, delta)
 
     def _tell(self, entry: _Pending, delta: TokenDelta) -> None:
@@ -349,6 +349,11 @@ def collect(deltas: queue.SimpleQueue[TokenDelta], num_requests: int) -> dict[st
 def sample_id(request_id: str, index: int) -> str:
     """The id of one of several continuations asked for as ``request_id``."""
     return f"{request_id}/{index}"
+
+
+def _num_left(request: GenerationRequest) -> int:
+    """Tokens that are still to be produced."""
+    return request.params.max_tokens - len(request.produced.token_ids)
 
 
 def _is_unwanted(entry: _Pending) -> bool:

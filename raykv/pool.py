@@ -30,11 +30,13 @@ from raykv.engine.params import GenerationRequest, SamplingParams, TokenDelta, T
 from raykv.engine.worker import RankWorker
 from raykv.errors import NotSupportedError, RankUnavailableError, RequestError
 from raykv.generation import Batch, Generations, Listener, collect, sample_id
+from raykv.list_allocation import Groups, allocate_over_ranks
 from raykv.local_rank import LocalRank
 from raykv.monitor import Monitor
 from raykv.prompts import Prompts, token_rows
 from raykv.rank_handle import RankHandle, Reply, results
-from raykv.routing import Router
+from raykv.routing import Choice, Router
+from raykv.routing_policy import make_policy
 
 T = TypeVar("T")
 
@@ -56,7 +58,7 @@ class BlockManagerPool(KVCacheManager):
         self.config = config
         self.ranks = ranks
         self.num_lost_sequences = 0
-        self._router = Router(config.routing, len(ranks))
+        self._router = Router(config, len(ranks))
         self.generations = Generations(ranks, self._router, config)
         self.monitor = Monitor(ranks, config.ray.heartbeat_s)
         self._tokenizer: Any = None
@@ -66,9 +68,10 @@ class BlockManagerPool(KVCacheManager):
         """A pool whose ranks live in this process, without Ray.
 
         Raises:
-            ConfigError: the model or the memory cannot be had.
+            ConfigError: the model, the memory or the routing policy cannot be had.
         """
         config = PoolConfig.of(config).with_seed()
+        make_policy(config.routing.policy)  # a wrong one is told before anything is started
         ranks: list[RankHandle] = []
         for dp_rank in range(config.dp_size):
             kv, engine = build_rank(config, dp_rank)
@@ -98,10 +101,12 @@ class BlockManagerPool(KVCacheManager):
         return self._allocate(members, targets)
 
     def _allocate(self, members: list[Sequence], targets: list[int]) -> bool:
-        groups: dict[int, tuple[list[Sequence], list[int]]] = {}
-        for rank, sequence, target in zip(
-            self._select(members, targets), members, targets, strict=True
-        ):
+        home = self._home_of(members)
+        if home is not None:
+            return self.ranks[home].allocate(members, targets).result()
+        groups: Groups = {}
+        ranks, choice = self._select(members, targets)
+        for rank, sequence, target in zip(ranks, members, targets, strict=True):
             if rank not in groups:
                 groups[rank] = ([], [])
             groups[rank][0].append(sequence)
@@ -109,8 +114,12 @@ class BlockManagerPool(KVCacheManager):
             if sequence.single_block_id is None:
                 sequence.owner = self
         if len(groups) == 1:
-            return self.ranks[rank].allocate(*groups[rank]).result()
-        return self._allocate_over_ranks(groups)
+            is_done = self.ranks[rank].allocate(*groups[rank]).result()
+        else:
+            is_done = allocate_over_ranks(self.ranks, groups)
+        if is_done and choice is not None:
+            choice.settle()
+        return is_done
 
     def deallocate(self, sequences: Sequences) -> None:
         """See KVCacheManager."""
@@ -157,7 +166,8 @@ class BlockManagerPool(KVCacheManager):
 
     def select_rank(self, sequence: Sequence) -> int:
         """The rank that holds the sequence, or the one that ``allocate`` would choose now."""
-        return self._select([sequence], [sequence.num_tokens])[0]
+        [rank], _ = self._select([sequence], [sequence.num_tokens])
+        return rank
 
     # -- our engine -----------------------------------------------------------------------------
 
@@ -306,7 +316,10 @@ class BlockManagerPool(KVCacheManager):
 
     def reset_prefix_cache(self) -> list[int]:
         """See KVCacheManager."""
-        return self._of_all([rank.reset_prefix_cache() for rank in self.ranks], 0)
+        counts = self._of_all([rank.reset_prefix_cache() for rank in self.ranks], 0)
+        for rank in range(len(self.ranks)):
+            self._router.forget(rank)
+        return counts
 
     def stats(self) -> PoolStats:
         """See KVCacheManager."""
@@ -315,6 +328,7 @@ class BlockManagerPool(KVCacheManager):
     def check_integrity(self) -> None:
         """See KVCacheManager."""
         self._of_all([rank.check_integrity() for rank in self.ranks], None)
+        self._router.check_integrity()
 
     def close(self) -> None:
         """Let go of all ranks; idempotent. Requests under way fail."""
@@ -357,6 +371,14 @@ class BlockManagerPool(KVCacheManager):
                 return None
         return rank
 
+    def _home_of(self, members: list[Sequence]) -> int | None:
+        """The one rank that holds all of a list, as in a decode step; found without ado."""
+        homes = {sequence.dp_rank for sequence in members}
+        if len(homes) != 1 or None in {sequence.single_block_id for sequence in members}:
+            return None
+        rank = self._rank_of(members[0])
+        return None if rank is None or self.ranks[rank].session else rank
+
     def _rank_stats(self) -> list[RankStats]:
         self._of_all([rank.refresh() for rank in self.ranks], None)
         return [rank.stats for rank in self.ranks]
@@ -370,7 +392,9 @@ class BlockManagerPool(KVCacheManager):
             raise lost[0]
         return [if_lost if value is None else value for value in values]
 
-    def _select(self, members: list[Sequence], targets: list[int]) -> list[int]:
+    def _select(
+        self, members: list[Sequence], targets: list[int]
+    ) -> tuple[list[int], Choice | None]:
         """A rank per sequence; what the list itself takes counts against its later members."""
         choice = None
         ranks = []
@@ -379,37 +403,9 @@ class BlockManagerPool(KVCacheManager):
             if rank is None:
                 if choice is None:
                     choice = self._router.begin([handle.room for handle in self.ranks])
-                rank = choice.take(-(-target // self.config.block_size))
+                rank = choice.take(sequence, target)
             ranks.append(rank)
-        return ranks
-
-    def _allocate_over_ranks(self, groups: dict[int, tuple[list[Sequence], list[int]]]) -> bool:
-        """Allocate on several ranks at once; if one is short, take back what the others gave."""
-        before = {
-            rank: [s.kv_state.num_blocks if s.single_block_id else None for s in members]
-            for rank, (members, _) in groups.items()
-        }
-        preset = [(s, s.dp_rank) for members, _ in groups.values() for s in members]
-        replies = {
-            rank: self.ranks[rank].allocate(members, targets)
-            for rank, (members, targets) in groups.items()
-        }
-        done: list[int] = []
-        errors: list[Exception] = []
-        for rank, reply in replies.items():
-            try:
-                if reply.result():
-                    done.append(rank)
-            except Exception as error:  # noqa: BLE001 - raised below, once all ranks answered
-                errors.append(error)
-        if len(done) == len(groups):
-            return True
-        results([self.ranks[rank].undo(groups[rank][0], before[rank]) for rank in done])
-        for sequence, dp_rank in preset:
-            sequence.dp_rank = dp_rank  # what the caller chose outlasts the refusal
-        if errors:
-            raise errors[0]
-        return False
+        return ranks, choice
 
     def _release(self, sequences: Sequences, *, publish: bool) -> None:
         groups: dict[int, list[Sequence]] = {}

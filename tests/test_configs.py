@@ -138,6 +138,13 @@ def test_unknown_settings_are_refused_and_the_right_one_is_named(values, parts):
             "eviction: must be 'lru', 'lrfu', 'priority' or module:Class, got 'fifo'",
         ),
         (
+            {"routing": {"policy": "x"}},
+            (
+                "routing.policy: must be 'available_blocks', 'free_blocks', 'cache_aware' or "
+                "module:Class, got 'x'"
+            ),
+        ),
+        (
             {"memory": {**SHAPE, "device": "tpu"}},
             "memory.device: must be 'auto', 'cpu' or 'cuda', got 'tpu'",
         ),
@@ -264,7 +271,7 @@ configs = st.builds(
     max_model_len=st.none() | counts,
     hash_seed=st.none() | st.binary(min_size=1),
     disagg_pd=st.booleans(),
-    routing=st.sampled_from([{}, {"policy": "free_blocks"}]),
+    routing=st.sampled_from([{}, {"policy": "free_blocks"}, {"policy": "module:Class"}]),
     memory=st.none() | st.fixed_dictionaries(dict.fromkeys(SHAPE, counts)),
     ray=st.fixed_dictionaries({}, optional={"num_gpus": st.floats(0, 8)}),
 )

@@ -34,7 +34,7 @@ def pool():
         made.check_integrity()
         assert made.num_used_blocks() == [0]
         assert made.generations._pending == [{}]
-        assert made.generations._router.debits == [0]
+        assert made.generations._router.debits == made.generations._router.work == [0]
 
 
 def in_thread(function):

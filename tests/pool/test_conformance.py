@@ -460,6 +460,23 @@ def test_idle_cache_counts_as_room_unless_the_policy_is_the_seeds(make_pool, pol
     assert sequence.dp_rank == chosen
 
 
+def test_cache_aware_routing_returns_to_the_prefix_until_the_rank_is_full(make_pool):
+    pool = make_pool(dp_size=2, routing={"policy": "cache_aware"})
+    publish(pool, 4, 300)
+    publish(pool, 20)
+    first, second, third = (make_sequence(21) for _ in range(3))
+    assert [pool.allocate(s) for s in (first, second)] == [True, True]
+    assert [s.dp_rank for s in (first, second)] == [0, 0]
+    assert second.kv_state.num_computed_tokens == 20
+    other = make_sequence(12, 100)
+    other.dp_rank = 0
+    pool.deallocate([second])
+    assert pool.allocate(other)
+    assert pool.allocate(third), "the rank with its prefix has no block left"
+    assert (third.dp_rank, third.kv_state.num_computed_tokens) == (1, 0)
+    check_mirror(pool, first, other, third)
+
+
 # -- ends and errors ----------------------------------------------------------------------------
 
 

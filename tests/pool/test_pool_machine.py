@@ -31,7 +31,7 @@ class PoolMachine(RuleBasedStateMachine):
         num_blocks=st.integers(2, 12),
         block_size=st.integers(1, 3),
         num_single_blocks=st.integers(2, 7),
-        policy=st.sampled_from(["available_blocks", "free_blocks"]),
+        policy=st.sampled_from(["available_blocks", "free_blocks", "cache_aware"]),
         disagg_pd=st.booleans(),
     )
     def start(self, policy, **values):
