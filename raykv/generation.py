@@ -160,19 +160,14 @@ class Generations:
                         f"request id {request.request_id!r} is in use: choose another"
                     )
                 known.add(request.request_id)
-            rank = batch.dp_rank
             rooms = [handle.room for handle in self._ranks]
-            for request, listener, prompt in zip(
-                batch.requests, batch.listeners, prompts, strict=True
+            charges = self._router.place(batch.requests, prompts, rooms, batch.dp_rank)
+            for request, listener, charge in zip(
+                batch.requests, batch.listeners, charges, strict=True
             ):
-                num_new_tokens = request.params.max_tokens
-                if batch.dp_rank is None and (request.sample_index == 0 or rank is None):
-                    rank = self._router.choose(rooms, prompt, num_new_tokens)
-                assert rank is not None, "the first sample of a prompt chose one"
-                charge = self._router.charge(rank, prompt, num_new_tokens)
                 entry = _Pending(request, listener, batch, charge)
-                self._pending[rank][request.request_id] = entry
-                placed.setdefault(rank, []).append(request)
+                self._pending[charge.rank][request.request_id] = entry
+                placed.setdefault(charge.rank, []).append(request)
         return placed
 
     def _ensure_pump(self, rank: int) -> None:
