@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import queue
-import secrets
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from raykv.aio import AsyncPool
 from raykv.config import PoolConfig
@@ -22,18 +21,19 @@ from raykv.core.kv_cache_manager import (
     flatten,
     token_targets,
 )
-from raykv.core.namespace import DEFAULT, Namespace, require_namespace
+from raykv.core.namespace import DEFAULT, Namespace
 from raykv.core.retention import DEFAULT_RETENTION, Retention
 from raykv.core.sequence import Sequence
 from raykv.engine.build import build_rank, load_tokenizer
 from raykv.engine.params import GenerationRequest, SamplingParams, TokenDelta, TokenOutput
 from raykv.engine.worker import RankWorker
 from raykv.errors import NotSupportedError, RankUnavailableError, RequestError
-from raykv.generation import Batch, Generations, Listener, collect, sample_id
+from raykv.generation import Batch, Generations, Listener, collect
 from raykv.list_allocation import Groups, allocate_over_ranks
 from raykv.local_rank import LocalRank
+from raykv.lost_replies import ReleasedOrLost, answers_of_all
 from raykv.monitor import Monitor
-from raykv.prompts import Prompts, token_rows
+from raykv.prompts import Prompts, requests_of, token_rows
 from raykv.rank_handle import RankHandle, Reply, results
 from raykv.routing import Choice, Router
 from raykv.routing_policy import make_policy
@@ -248,34 +248,11 @@ class BlockManagerPool(KVCacheManager):
         retention: Retention = DEFAULT_RETENTION,
     ) -> list[GenerationRequest]:
         """Turn prompts into requests: one per prompt and sample."""
-        params = SamplingParams() if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise RequestError(
-                f"params is a {type(params).__name__}: pass raykv.SamplingParams(max_tokens=...)"
-            )
-        require_namespace(namespace)
         name = self.generations.new_id() if request_id is None else request_id
-        if not isinstance(name, str):
-            raise RequestError(f"request_id is {name!r}, but must be text")
         rows = token_rows(
             prompts, lambda text: self.tokenizer.encode(text, add_special_tokens=False)
         )
-        names = [name] if len(rows) == 1 else [sample_id(name, i) for i in range(len(rows))]
-        return [
-            GenerationRequest(
-                request_id=row_name if params.n == 1 else sample_id(row_name, index),
-                token_ids=row,
-                params=params,
-                namespace=namespace,
-                sample_index=index,
-                prompt_id=row_name,
-                call_id=name,
-                retention=retention,
-                seed=secrets.randbits(63),
-            )
-            for row_name, row in zip(names, rows, strict=True)
-            for index in range(params.n)
-        ]
+        return requests_of(rows, params, name, namespace, retention)
 
     def start(
         self,
@@ -384,13 +361,7 @@ class BlockManagerPool(KVCacheManager):
         return [rank.stats for rank in self.ranks]
 
     def _of_all(self, replies: SequenceOf[Reply[T]], if_lost: T) -> list[T]:
-        """What all ranks say; ``if_lost`` for a lost one, as long as another one is there."""
-        found = [_OrLost(reply) for reply in replies]
-        values = results(found)
-        lost = [one.error for one in found if one.error is not None]
-        if lost and (not self._fails_over or len(lost) == len(found)):
-            raise lost[0]
-        return [if_lost if value is None else value for value in values]
+        return answers_of_all(replies, if_lost, fails_over=self._fails_over)
 
     def _select(
         self, members: list[Sequence], targets: list[int]
@@ -416,40 +387,14 @@ class BlockManagerPool(KVCacheManager):
             else:
                 groups.setdefault(rank, []).append(sequence)
         replies = [
-            (group, self.ranks[rank].release(group, publish=publish))
-            for rank, group in groups.items()
+            ReleasedOrLost(handle.release(group, publish=publish), group, self._count_lost)
+            for handle, group in ((self.ranks[rank], group) for rank, group in groups.items())
         ]
-        results([_Forgetting(reply, group, self) for group, reply in replies])
+        results(replies)
 
-
-@dataclass(frozen=True, slots=True)
-class _Forgetting:
-    """A release that also succeeds on a lost rank, where there is nothing left to release."""
-
-    reply: Reply[None]
-    sequences: list[Sequence]
-    pool: BlockManagerPool
-
-    def result(self) -> None:
-        try:
-            self.reply.result()
-        except RankUnavailableError:
-            for sequence in self.sequences:
-                self.pool.ranks[sequence.dp_rank or 0].take_lost(sequence)
-                sequence.forget()
-            self.pool.num_lost_sequences += len(self.sequences)
-
-
-@dataclass(slots=True)
-class _OrLost(Generic[T]):
-    """A reply that a lost rank need not give."""
-
-    reply: Reply[T]
-    error: RankUnavailableError | None = None
-
-    def result(self) -> T | None:
-        try:
-            return self.reply.result()
-        except RankUnavailableError as error:
-            self.error = error
-            return None
+    def _count_lost(self, sequences: SequenceOf[Sequence]) -> None:
+        for sequence in sequences:
+            if sequence.dp_rank is not None:
+                self.ranks[sequence.dp_rank].take_lost(sequence)
+            sequence.forget()
+        self.num_lost_sequences += len(sequences)
