@@ -308,6 +308,7 @@ class Generations:
                 if handle.lost is not None or handle.session != session:
                     time.sleep(_LOOK_S)  # what is being submitted to it just now is stale soon
                     continue
+                self._router.forget(rank)
                 with self._lock:
                     lost = list(self._pending[rank])
                 deltas = [TokenDelta(name, error=_known(error)) for name in lost]
