@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .namespace import MultimodalItems, Namespace
-from .prefix_cache import path_length
+from .runs import path_length
 from .runs import Root, Run
 
 if TYPE_CHECKING:
