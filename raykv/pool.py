@@ -33,9 +33,10 @@ from raykv.local_rank import LocalRank
 from raykv.prompts import Prompts, token_rows
 from raykv.rank_handle import RankHandle, Reply, results
 from raykv.routing import Router
+from raykv.versions import VersionedRanks
 
 
-class BlockManagerPool(KVCacheManager):
+class BlockManagerPool(VersionedRanks, KVCacheManager):
     """All ranks as one KV cache manager. Make one with ``local`` or ``raykv.actors.launch``.
 
     Args:

@@ -10,6 +10,7 @@ import numpy as np
 from raykv.core.sequence import Sequence
 from raykv.core.tokens import BlockIds
 from raykv.engine.engine import Engine
+from raykv.engine.lifecycle import Lifecycle
 from raykv.errors import NotSupportedError, RankUnavailableError, RequestError
 from raykv.messages import Answer, Call, SequenceState, SequenceUpdate
 from raykv.rank import RankKV
@@ -30,6 +31,7 @@ class RankService:
         self.kv = kv
         self.epoch = epoch
         self._engine = engine
+        self._lifecycle = Lifecycle(kv) if engine is None else engine.lifecycle
         self._sequences: dict[tuple[str, Hashable], Sequence] = {}
         self._answers: defaultdict[str, OrderedDict[int, Answer]] = defaultdict(OrderedDict)
 
@@ -100,6 +102,16 @@ class RankService:
                 self._running_engine().submit(call.argument, call.driver_id)
             case "abort":
                 self._running_engine().abort(call.argument, call.driver_id)
+            case (
+                "prepare_weights"
+                | "apply_weights"
+                | "cancel_weights"
+                | "weights_status"
+                | "retire"
+                | "sleep"
+                | "wake_up"
+            ):
+                return self._run_lifecycle(call)
             case _:
                 return self._run_on_sequences(call)
         return None
@@ -131,6 +143,12 @@ class RankService:
                 if sequence.single_block_id is None:
                     del self._sequences[call.driver_id, sequence.seq_id]
         return True
+
+    def _run_lifecycle(self, call: Call) -> object:
+        for update in call.updates:  # what the driver has computed, for an update publishes it
+            if update.num_known_tokens and (call.driver_id, update.seq_id) in self._sequences:
+                self._sequence(call.driver_id, update)
+        return getattr(self._lifecycle, call.operation)(**call.argument)
 
     def _running_engine(self) -> Engine:
         if self._engine is None:

@@ -94,7 +94,8 @@ class GenerationRequest:
         request_id: unique among the requests of its driver.
         token_ids: int32 [n], the prompt.
         params: how to continue it.
-        namespace: with whom its KV may be shared.
+        namespace: with whom its KV may be shared. Its weights version is 0 for whichever is served
+            when the request is admitted, or the one that must be.
         sample_index: which of the ``params.n`` continuations it is.
         prompt_id: equal for the continuations of one prompt, which share its blocks.
         call_id: equal for all prompts of one call.
@@ -123,7 +124,8 @@ class TokenOutput:
         stop_reason: ``stop`` (end-of-sequence, stop token or string), ``length`` or ``abort``.
         num_cached_tokens: prompt tokens that the first admission found in the prefix cache.
         num_preempted: times that its memory was taken away and recomputed.
-        weights_version: version of the weights that produced it.
+        weights_version: version of the weights that produced its last token.
+        weights_versions: the same of each token.
         top_log_probs: per token the likeliest tokens and their log-probabilities.
         sample_index: which of the ``n`` continuations it is.
         miss: why the first admission found no more there; None for a sample that was forked from
@@ -141,6 +143,7 @@ class TokenOutput:
     num_cached_tokens: int = 0
     num_preempted: int = 0
     weights_version: int = 0
+    weights_versions: tuple[int, ...] = ()
     top_log_probs: tuple[tuple[tuple[int, float], ...], ...] = ()
     text: str = ""
     sample_index: int = 0
@@ -160,12 +163,14 @@ class TokenDelta:
         token_ids: new tokens.
         output: the finished output, with the last delta.
         error: why the request failed, in place of an output.
+        weights_version: version of the weights that the new tokens came from.
     """
 
     request_id: str
     token_ids: tuple[int, ...] = ()
     output: TokenOutput | None = None
     error: RaykvError | None = None
+    weights_version: int = 0
 
     @property
     def is_last(self) -> bool:

@@ -88,8 +88,8 @@ class ReferenceManager:
     tree: dict[Key, int] = field(default_factory=dict)
     event_of: dict[int, int] = field(default_factory=dict)
     stale: set[int] = field(default_factory=set)
-    retired: set[int] = field(default_factory=set)
     event: int = 0
+    retired: set[int] = field(default_factory=set)
 
     def __post_init__(self):
         self.free = set(range(1, self.num_blocks))

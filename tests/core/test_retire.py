@@ -58,7 +58,7 @@ def test_without_retirement_the_order_is_the_policys():
     manager = BlockManagerImpl(17, 2)
     ids = [publish(manager, run_of(2, mark), space) for mark, space in enumerate([NEW, OLD, NEW])]
     assert isinstance(manager._cache._order, LruOrder), "nobody pays for what nobody asked for"
-    assert victims(manager) == sum(ids, [])
+    assert victims(manager) == [block_id for each in ids for block_id in each]
 
 
 def test_what_is_released_or_published_later_goes_first_too(manager):
