@@ -114,6 +114,7 @@ class Lifecycle:
         if weights is not None:
             runner = self._runner("change weights")
             reading = Reading(lambda: runner.stage(weights))
+        self._error = None
         self._update = _Update(version, reading)
 
     def apply_weights(self, version: int, mode: UpdateMode) -> None:
