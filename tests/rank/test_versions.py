@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import weakref
 
-import numpy as np
 import pytest
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
