@@ -37,7 +37,8 @@ class Reading:
         self.staged: StagedWeights | None = None
         self.error: Exception | None = None
         self._read = read
-        threading.Thread(target=self._run, name="raykv-weights", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="raykv-weights", daemon=True)
+        self._thread.start()
 
     def _run(self) -> None:
         try:
