@@ -21,7 +21,7 @@ except ImportError as error:
     ) from error
 
 from raykv.engine.batch import StepBatch
-from raykv.engine.hf_weights import ModelWeights, Reader, Staged
+from raykv.engine.hf_weights import ModelWeights, Reader, Staged, give_back_device_memory
 from raykv.engine.model_store import quiet_transformers
 from raykv.engine.paged_attention import (
     IMPLEMENTATION,
@@ -145,6 +145,7 @@ class HFModelRunner:
     def unbind(self) -> None:
         """Let go of the buffers, and of scratch memory."""
         self._buffers = self._kv = None
+        give_back_device_memory()
 
     def stage(self, weights: str | dict[str, PackedTensor]) -> Staged:
         """See ReloadableRunner."""

@@ -80,6 +80,7 @@ class ModelWeights:
         with torch.no_grad():
             for tensor in self._tensors.values():
                 tensor.data = tensor.new_empty(0)
+        give_back_device_memory()
 
     def _staged(self, reader: Reader) -> Staged:
         return self._pair(reader(), reader)
@@ -128,6 +129,12 @@ class ModelWeights:
                 f"the weights of {source} do not fit the model, whose parameters are "
                 f"{len(self._shapes)}: {'; '.join(found)}; nothing was changed"
             )
+
+
+def give_back_device_memory() -> None:
+    """Let others have what torch keeps of freed CUDA memory for itself."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _files(path: Path) -> list[Path]:
