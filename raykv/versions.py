@@ -130,7 +130,7 @@ class VersionedRanks:
         Raises:
             RequestError: the weights cannot be read again, such as those that came as arrays: wake
                 ``kv_cache`` and update them instead.
-            ConfigError: the KV memory does not fit any more.
+            ConfigError: the KV memory does not fit any more, or the model's folder is gone.
             RankUnavailableError: a rank is gone, or it took too long.
         """
         wanted = checked_tags(tags)

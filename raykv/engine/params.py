@@ -124,7 +124,8 @@ class TokenOutput:
         stop_reason: ``stop`` (end-of-sequence, stop token or string), ``length`` or ``abort``.
         num_cached_tokens: prompt tokens that the first admission found in the prefix cache.
         num_preempted: times that its memory was taken away and recomputed.
-        weights_version: version of the weights that produced its last token.
+        weights_version: version of the weights that produced its last token; without any, of those
+            that were to.
         weights_versions: the same of each token.
         top_log_probs: per token the likeliest tokens and their log-probabilities.
         sample_index: which of the ``n`` continuations it is.

@@ -76,6 +76,7 @@ class Task:
     def output(self, stop_reason: str, dp_rank: int, now: float) -> TokenOutput:
         """What the caller gets."""
         marks = [*self.times, *[now] * (4 - len(self.times))]
+        versions = self.weights_versions
         return TokenOutput(
             request_id=self.request.request_id,
             token_ids=self.produced,
@@ -83,7 +84,9 @@ class Task:
             stop_reason=stop_reason,  # type: ignore[arg-type]
             num_cached_tokens=self.num_cached_tokens or 0,
             num_preempted=self.num_preempted,
-            weights_version=self.weights_versions[-1] if self.weights_versions else 0,
+            weights_version=(self.weights_versions or [self.sequence.namespace.weights_version])[
+                -1
+            ],
             weights_versions=tuple(self.weights_versions),
             top_log_probs=tuple(self.top_log_probs),
             sample_index=self.request.sample_index,

@@ -110,7 +110,9 @@ def pack(weights: object) -> Weights:
     if weights is None:
         return None
     if isinstance(weights, str | Path):
-        return str(weights)
+        path = Path(weights)
+        # Ranks may work in another directory, and have another home.
+        return str(path if str(path).startswith("~") else path.absolute())
     if not isinstance(weights, Mapping):
         raise RequestError(
             f"weights is a {type(weights).__name__}: pass a folder, a safetensors file, or a "

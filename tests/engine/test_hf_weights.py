@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -290,3 +291,5 @@ def test_packed_tensors_are_plain():
     assert packed["a"].data.dtype == np.float16
     assert packed["a"].data.shape == (2, 3)
     assert pack(None) is None
+    assert pack("some/folder") == pack(Path("some/folder")) == str(Path.cwd() / "some/folder")
+    assert pack("~/folder") == "~/folder"

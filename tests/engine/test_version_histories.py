@@ -117,7 +117,8 @@ class Histories(RuleBasedStateMachine):
             if delta.output is not None:
                 assert list(delta.output.token_ids) == tokens
                 assert list(delta.output.weights_versions) == versions
-                assert delta.output.weights_version == (versions[-1] if versions else 0)
+                if versions:
+                    assert delta.output.weights_version == versions[-1]
             if delta.is_last:
                 del self.live[delta.request_id]
 

@@ -302,6 +302,7 @@ def test_abort_ends_everybody_with_the_tokens_so_far():
         output = delta.output
         assert output.stop_reason == "abort"
         assert output.weights_versions == ((0,) * 4 if who == "a" else ())
+        assert output.weights_version == 0
     first = next(delta.output for who, delta in deltas if (who, delta.request_id) == ("a", "r0"))
     assert num_found(engine, [*prompt(9), *first.token_ids], 0) == 12
     assert num_found(engine, [*prompt(9), *first.token_ids], 1) == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import shutil
 import threading
 import time
 import weakref
@@ -13,7 +14,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from raykv import BlockManagerPool, Namespace, PoolConfig, SamplingParams
-from raykv.errors import RankUnavailableError, RequestError
+from raykv.errors import ConfigError, RankUnavailableError, RequestError
 from raykv.testing import loopback_pool
 
 V1 = Namespace(weights_version=1)
@@ -242,4 +243,20 @@ def test_200_rounds_of_sleep_leak_nothing(models, wanted):
         assert not any(ref() is not None for ref in seen)
         assert kv.rank_stats().num_free_single_blocks == 256
         pool.check_integrity()
-    assert not [t for t in threading.enumerate() if t.name == "raykv-weights"]
+    for thread in threading.enumerate():
+        if thread.name == "raykv-weights":  # done, and about to end
+            thread.join(SOON_S)
+            assert not thread.is_alive()
+
+
+def test_a_folder_that_is_gone_keeps_the_weights_asleep(models, wanted, tmp_path):
+    folder = shutil.copytree(models[0], tmp_path / "model")
+    with model_pool("local", folder) as pool:
+        pool.sleep(2)
+        folder.rename(tmp_path / "elsewhere")
+        with pytest.raises(ConfigError, match="cannot load the model"):
+            pool.wake_up()
+        assert [rank.weights_status().result().asleep for rank in pool.ranks] == [("weights",)] * 2
+        (tmp_path / "elsewhere").rename(folder)
+        pool.wake_up()
+        assert token_ids(pool.generate(PROMPTS, PARAMS)) == wanted[0]
