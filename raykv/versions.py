@@ -123,6 +123,9 @@ class VersionedRanks:
     def wake_up(self, tags: Iterable[str] | None = None, *, timeout_s: float = 600.0) -> None:
         """Take back what ``sleep`` gave up; returns when it is there. Idempotent.
 
+        Weights are read from where they came last, whatever lies there now: do not overwrite a
+        folder whose weights sleep.
+
         Args:
             tags: ``weights``, ``kv_cache`` or both; None for all.
             timeout_s: seconds that it may take.

@@ -87,6 +87,12 @@ class ModelWeights:
 
     def _pair(self, values: Mapping[str, Any], reader: Reader | None) -> Staged:
         """Values of the model's own dtypes; a copy each, so that nobody else can change them."""
+        for name, value in values.items():
+            if value.is_floating_point() != self._tensors[name].is_floating_point():
+                raise RequestError(
+                    f"{name} is of {value.dtype}, but the model's is of {self._tensors[name].dtype}"
+                    ": give weights that are not quantised; nothing was changed"
+                )
         tensors = {id(self._tensors[name]): name for name in values}  # one name of tied ones
         pairs = [
             (self._tensors[name], values[name].to("cpu", self._tensors[name].dtype, copy=True))

@@ -257,6 +257,7 @@ class Lifecycle:
             assert update.reading.staged is not None, "applied only once it is staged"
             update.reading.staged.apply()
             self.asleep.discard("weights")
+            self._waking = None  # what it reads is out of date
         self._kv.begin_version(update.version)
         if self._engine is not None:
             self._engine.begin_version(update.version)

@@ -84,10 +84,8 @@ class Task:
             stop_reason=stop_reason,  # type: ignore[arg-type]
             num_cached_tokens=self.num_cached_tokens or 0,
             num_preempted=self.num_preempted,
-            weights_version=(self.weights_versions or [self.sequence.namespace.weights_version])[
-                -1
-            ],
-            weights_versions=tuple(self.weights_versions),
+            weights_version=(versions or [self.sequence.namespace.weights_version])[-1],
+            weights_versions=tuple(versions),
             top_log_probs=tuple(self.top_log_probs),
             sample_index=self.request.sample_index,
             miss=self.miss,

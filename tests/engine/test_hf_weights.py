@@ -233,6 +233,15 @@ def test_what_cannot_be_read_is_an_error_with_its_place(runner, newer, tmp_path,
         runner.stage(str(path))
 
 
+def test_quantised_files_are_refused(runner, tiny_llama, newer, tmp_path):
+    state = dict(newer.state_dict())
+    state[NAME] = torch.ones(state[NAME].shape, dtype=torch.int8)
+    save_file(state, tmp_path / "w.safetensors")
+    with pytest.raises(RequestError, match=r"up_proj.weight is of torch.int8.*torch.float32"):
+        runner.stage(str(tmp_path / "w.safetensors"))
+    assert_runs(runner, tiny_llama)
+
+
 @pytest.mark.parametrize("value", [np.zeros(3, np.int64), torch.zeros(3).int(), [1.0], "x", None])
 def test_only_floating_point_arrays_are_weights(value):
     with pytest.raises(RequestError, match=r"weights\['a'\]"):

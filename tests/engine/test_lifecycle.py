@@ -230,6 +230,23 @@ def test_weights_that_came_as_arrays_are_brought_again_by_an_update(numbered):
     assert set(model.versions_of("x")) == {1}, "it was computed anew"
 
 
+def test_an_update_wins_over_the_old_weights_that_are_being_read(numbered):
+    engine, model = numbered, numbered.model
+    engine.lifecycle.sleep(2)
+    engine.lifecycle.prepare_weights(1, 11)
+    until(engine, lambda status: status.is_staged)
+    model.go_on.clear()
+    engine.lifecycle.wake_up()
+    waking = engine.lifecycle._waking
+    engine.lifecycle.apply_weights(1, "wait")
+    assert engine.lifecycle.weights_status().asleep == ()
+    model.go_on.set()
+    waking._thread.join(SOON_S)
+    assert waking.staged is not None
+    assert engine.lifecycle.weights_status().error is None
+    assert model.weights == 11
+
+
 def test_a_failed_waking_says_why_and_can_be_tried_again(numbered):
     engine, model = numbered, numbered.model
     engine.lifecycle.sleep(2)
