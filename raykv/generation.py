@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from raykv.config import PoolConfig
-from raykv.engine.params import GenerationRequest, Produced, TokenDelta, TokenOutput
+from raykv.engine.params import GenerationRequest, TokenDelta, TokenOutput
 from raykv.errors import NotSupportedError, RankUnavailableError, RaykvError, RequestError
 from raykv.rank_handle import Failed, RankHandle, Reply
 from raykv.routing import Charge, Router
@@ -267,7 +267,7 @@ class Generations:
                 self._router.credit(entry.charge, 0, is_last=True)
                 produced = entry.request.produced
                 for delta in entry.produced:
-                    produced += Produced(delta.token_ids, delta.log_probs, delta.top_log_probs)
+                    produced = produced.with_delta(delta)
                 entry.produced.clear()
                 entry.request = replace(
                     entry.request,
@@ -359,6 +359,7 @@ def _aborted(request: GenerationRequest) -> TokenOutput:
         request.produced.token_ids,
         log_probs=request.produced.log_probs,
         top_log_probs=request.produced.top_log_probs,
+        weights_versions=request.produced.weights_versions,
         stop_reason="abort",
         sample_index=request.sample_index,
         num_failed_over=request.num_failed_over,

@@ -37,11 +37,12 @@ from raykv.prompts import Prompts, requests_of, token_rows
 from raykv.rank_handle import RankHandle, Reply, results
 from raykv.routing import Choice, Router
 from raykv.routing_policy import make_policy
+from raykv.versions import VersionedRanks
 
 T = TypeVar("T")
 
 
-class BlockManagerPool(KVCacheManager):
+class BlockManagerPool(VersionedRanks, KVCacheManager):
     """All ranks as one KV cache manager. Make one with ``local`` or ``raykv.actors.launch``.
 
     Args:

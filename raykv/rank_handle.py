@@ -11,6 +11,7 @@ from raykv.core.explain import MissReport
 from raykv.core.kv_cache_manager import RankStats, Room
 from raykv.core.sequence import Sequence
 from raykv.engine.params import EngineLimits, GenerationRequest, TokenDelta
+from raykv.engine.weights import SleepTag, UpdateMode, Weights, WeightsStatus
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -141,6 +142,34 @@ class RankHandle(ABC):
     @abstractmethod
     def poll(self, wait_s: float) -> list[TokenDelta]:
         """What the engine produced for this driver since; waits up to ``wait_s`` seconds."""
+
+    @abstractmethod
+    def prepare_weights(self, version: int, weights: Weights) -> Reply[None]:
+        """See Lifecycle.prepare_weights."""
+
+    @abstractmethod
+    def apply_weights(self, version: int, mode: UpdateMode) -> Reply[None]:
+        """See Lifecycle.apply_weights; the rank hears first what this driver has computed."""
+
+    @abstractmethod
+    def cancel_weights(self, version: int) -> Reply[None]:
+        """See Lifecycle.cancel_weights."""
+
+    @abstractmethod
+    def weights_status(self) -> Reply[WeightsStatus]:
+        """See Lifecycle.weights_status."""
+
+    @abstractmethod
+    def retire(self, version: int) -> Reply[int]:
+        """See BlockManager.retire."""
+
+    @abstractmethod
+    def sleep(self, level: int, *, check_only: bool) -> Reply[None]:
+        """See Lifecycle.sleep."""
+
+    @abstractmethod
+    def wake_up(self, tags: SequenceOf[SleepTag]) -> Reply[None]:
+        """See Lifecycle.wake_up."""
 
     @abstractmethod
     def close(self) -> None:

@@ -16,6 +16,7 @@ from raykv.core.explain import MissReport
 from raykv.core.kv_cache_manager import NO_ROOM, RankStats, Room
 from raykv.core.sequence import Sequence
 from raykv.engine.params import GenerationRequest, TokenDelta
+from raykv.engine.weights import SleepTag, UpdateMode, Weights, WeightsStatus
 from raykv.errors import RankUnavailableError, RaykvError
 from raykv.messages import Answer, Call, Health, Operation, Outputs, RankInfo
 from raykv.mirror import Mirror
@@ -199,6 +200,36 @@ class RemoteRank(RankHandle):
     def abort(self, request_ids: SequenceOf[str]) -> Reply[None]:
         """See RankHandle."""
         return self._call("abort", argument=list(request_ids))
+
+    def prepare_weights(self, version: int, weights: Weights) -> Reply[None]:
+        """See RankHandle."""
+        return self._call("prepare_weights", argument={"version": version, "weights": weights})
+
+    def apply_weights(self, version: int, mode: UpdateMode) -> Reply[None]:
+        """See RankHandle."""
+        with self._lock:
+            held = self._mirror.held()
+        return self._call("apply_weights", held, {"version": version, "mode": mode})
+
+    def cancel_weights(self, version: int) -> Reply[None]:
+        """See RankHandle."""
+        return self._call("cancel_weights", argument={"version": version})
+
+    def weights_status(self) -> Reply[WeightsStatus]:
+        """See RankHandle."""
+        return self._call("weights_status", argument={})
+
+    def retire(self, version: int) -> Reply[int]:
+        """See RankHandle."""
+        return self._call("retire", argument={"version": version})
+
+    def sleep(self, level: int, *, check_only: bool) -> Reply[None]:
+        """See RankHandle."""
+        return self._call("sleep", argument={"level": level, "check_only": check_only})
+
+    def wake_up(self, tags: SequenceOf[SleepTag]) -> Reply[None]:
+        """See RankHandle."""
+        return self._call("wake_up", argument={"tags": tags})
 
     def poll(self, wait_s: float) -> list[TokenDelta]:
         """See RankHandle."""
