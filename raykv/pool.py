@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import queue
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 from raykv.aio import AsyncPool
 from raykv.config import PoolConfig
@@ -21,19 +19,16 @@ from raykv.core.kv_cache_manager import (
     flatten,
     token_targets,
 )
-from raykv.core.namespace import DEFAULT, Namespace
-from raykv.core.retention import DEFAULT_RETENTION, Retention
 from raykv.core.sequence import Sequence
-from raykv.engine.build import build_rank, load_tokenizer
-from raykv.engine.params import GenerationRequest, SamplingParams, TokenDelta, TokenOutput
+from raykv.engine.build import build_rank
 from raykv.engine.worker import RankWorker
-from raykv.errors import NotSupportedError, RankUnavailableError, RequestError
-from raykv.generation import Batch, Generations, Listener, collect
+from raykv.errors import RankUnavailableError, RequestError
+from raykv.generating import GeneratingRanks
+from raykv.generation import Generations
 from raykv.list_allocation import Groups, allocate_over_ranks
 from raykv.local_rank import LocalRank
 from raykv.lost_replies import ReleasedOrLost, answers_of_all
 from raykv.monitor import Monitor
-from raykv.prompts import Prompts, requests_of, token_rows
 from raykv.rank_handle import RankHandle, Reply, results
 from raykv.routing import Choice, Router
 from raykv.routing_policy import make_policy
@@ -42,7 +37,7 @@ from raykv.versions import VersionedRanks
 T = TypeVar("T")
 
 
-class BlockManagerPool(VersionedRanks, KVCacheManager):
+class BlockManagerPool(GeneratingRanks, VersionedRanks, KVCacheManager):
     """All ranks as one KV cache manager. Make one with ``local`` or ``raykv.actors.launch``.
 
     Args:
@@ -62,7 +57,8 @@ class BlockManagerPool(VersionedRanks, KVCacheManager):
         self._router = Router(config, len(ranks))
         self.generations = Generations(ranks, self._router, config)
         self.monitor = Monitor(ranks, config.ray.heartbeat_s)
-        self._tokenizer: Any = None
+        for rank in ranks:
+            rank.welcome = self.bring_up_to_date
 
     @classmethod
     def local(cls, config: PoolConfig | str | Path) -> Self:
@@ -170,100 +166,6 @@ class BlockManagerPool(VersionedRanks, KVCacheManager):
         [rank], _ = self._select([sequence], [sequence.num_tokens])
         return rank
 
-    # -- our engine -----------------------------------------------------------------------------
-
-    @property
-    def tokenizer(self) -> Any:
-        """The model's Hugging Face tokenizer.
-
-        Raises:
-            NotSupportedError: the pool has no model, or its model no tokenizer.
-        """
-        if self.config.model is None:
-            raise NotSupportedError("the pool has no model, so no tokenizer: pass token ids")
-        if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(self.config.model.path)
-        if self._tokenizer is None:
-            raise NotSupportedError(
-                f"model {self.config.model.path} has no tokenizer: pass token ids"
-            )
-        return self._tokenizer
-
-    def generate(
-        self,
-        prompts: Prompts,
-        params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        namespace: Namespace = DEFAULT,
-        dp_rank: int | None = None,
-        retention: Retention = DEFAULT_RETENTION,
-    ) -> list[TokenOutput]:
-        """Continue prompts; the outputs come in order, ``params.n`` per prompt.
-
-        Args:
-            prompts: one or several, as text or token ids.
-            params: how to continue them.
-            request_id: a name to ``abort`` by; prompt i of several is ``request_id/i``.
-            namespace: with whom their KV may be shared.
-            dp_rank: the rank to use, such as the one that served the last turn of a conversation
-                (``TokenOutput.dp_rank``) and holds its KV; None lets the pool choose.
-            retention: how dearly their cached blocks are kept.
-
-        Raises:
-            RequestError: a prompt is empty, too long or holds unknown tokens; none was started.
-            RankUnavailableError: a rank went away.
-        """
-        requests = self.make_requests(prompts, params, request_id, namespace, retention)
-        deltas: queue.SimpleQueue[TokenDelta] = queue.SimpleQueue()
-        batch = Batch(requests, [deltas.put] * len(requests), dp_rank)
-        self.generations.start(batch)
-        try:
-            outputs = collect(deltas, len(requests))
-        except BaseException:
-            self.generations.abandon(batch)
-            raise
-        return self.with_text(prompts, [outputs[request.request_id] for request in requests])
-
-    def with_text(self, prompts: Prompts, outputs: list[TokenOutput]) -> list[TokenOutput]:
-        """The outputs with their text, if the prompts came as text."""
-        first = prompts if isinstance(prompts, str) else next(iter(prompts), None)
-        if not isinstance(first, str):
-            return outputs
-        decode = self.tokenizer.decode
-        return [
-            replace(output, text=decode(output.token_ids, skip_special_tokens=True))
-            for output in outputs
-        ]
-
-    def abort(self, request_id: str) -> None:
-        """End a request that is under way; its output says ``abort``. Unknown ids are passed by."""
-        self.generations.abort(request_id)
-
-    def make_requests(
-        self,
-        prompts: Prompts,
-        params: SamplingParams | None = None,
-        request_id: str | None = None,
-        namespace: Namespace = DEFAULT,
-        retention: Retention = DEFAULT_RETENTION,
-    ) -> list[GenerationRequest]:
-        """Turn prompts into requests: one per prompt and sample."""
-        name = self.generations.new_id() if request_id is None else request_id
-        rows = token_rows(
-            prompts, lambda text: self.tokenizer.encode(text, add_special_tokens=False)
-        )
-        return requests_of(rows, params, name, namespace, retention)
-
-    def start(
-        self,
-        requests: SequenceOf[GenerationRequest],
-        listeners: SequenceOf[Listener],
-        dp_rank: int | None = None,
-    ) -> None:
-        """Submit requests and return; each listener hears of its own, on a thread of the pool."""
-        self.generations.start(Batch(requests, listeners, dp_rank))
-
     @property
     def aio(self) -> AsyncPool:
         """The same methods as coroutines, and ``stream``."""
@@ -327,10 +229,6 @@ class BlockManagerPool(VersionedRanks, KVCacheManager):
         self.close()
 
     # -- details --------------------------------------------------------------------------------
-
-    @property
-    def _fails_over(self) -> bool:
-        return self.config.ray.on_rank_loss == "fail_over"
 
     def _rank_of(self, sequence: Sequence) -> int | None:
         """The rank that holds a sequence, or that its caller chose; None if another may."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Generic, NoReturn, Protocol, TypeVar
@@ -59,12 +60,15 @@ class RankHandle(ABC):
         limits: what its engine serves; None without one.
         lost: why nothing can be had from it now; None while it is there.
         session: counts how often it was lost: what was sent in an earlier one is given up.
+        welcome: called with a rank that answers again, before it is used again; may take its time,
+            and raise if the rank cannot be used.
     """
 
     dp_rank: int
     limits: EngineLimits | None
     lost: str | None = None
     session: int = 0
+    welcome: Callable[[RankHandle], object] = staticmethod(lambda _: None)
 
     def beat(self) -> None:  # noqa: B027 - a rank in this process needs none
         """Look whether the rank lives, and take it back if it does again; never waits."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import threading
 import time
 from abc import abstractmethod
@@ -23,6 +24,7 @@ from raykv.mirror import Mirror
 from raykv.rank_handle import Done, Failed, RankHandle, Reply
 
 _RESEND_S = 0.01
+_log = logging.getLogger(__name__)
 
 
 class ReplyLostError(RankUnavailableError):
@@ -56,6 +58,7 @@ class RemoteRank(RankHandle):
         self._numbers = itertools.count(1)
         self._num_seen = 0  # deltas of this session
         self._returned_s: float | None = None
+        self._welcomer: threading.Thread | None = None
         self._mirror = Mirror(info.dp_rank, info.block_size)
         self._interrupted: list[_RemoteReply] = []
         self._lock = threading.RLock()
@@ -102,7 +105,7 @@ class RemoteRank(RankHandle):
                     f"{who} was not heard by this driver for {self.config.lease_s:g} s, and took "
                     "back its blocks"
                 )
-        if self.lost is not None:
+        if self.lost is not None and (self._welcomer is None or not self._welcomer.is_alive()):
             self._return(health.info)
 
     def take_lost(self, sequence: Sequence) -> bool:
@@ -117,10 +120,25 @@ class RemoteRank(RankHandle):
             self._stats = info.stats
             self._numbers = itertools.count(1)
             self._num_seen = 0
-            self._returned_s = time.monotonic()
-            self.lost = None
             # Its first word is the tombstone of all that was given up; nobody waits for the answer.
             self.send(self._new_call("refresh"))
+            self._welcomer = threading.Thread(
+                target=self._welcome, name=f"raykv-welcome-{self.dp_rank}", daemon=True
+            )
+        self._welcomer.start()
+
+    def _welcome(self) -> None:
+        """Bring the rank to where the others are, and only then use it again."""
+        session = self.session
+        try:
+            self.welcome(self)
+        except Exception as error:  # noqa: BLE001 - the next heartbeat tries again
+            _log.warning("rank %d is back, but cannot be used: %s", self.dp_rank, error)
+            return
+        with self._lock:
+            if session == self.session:
+                self._returned_s = time.monotonic()
+                self.lost = None
 
     @property
     def room(self) -> Room:
@@ -258,7 +276,7 @@ class RemoteRank(RankHandle):
         self._settle_interrupted()
         sequences = sequences or []
         with self._lock:
-            if self.lost is not None:
+            if self.lost is not None and threading.current_thread() is not self._welcomer:
                 return Failed(RankUnavailableError(self.lost))
             try:
                 call = self._new_call(operation, sequences, argument)

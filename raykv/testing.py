@@ -132,7 +132,7 @@ class LoopbackRank(RemoteRank):
         return _copy(self._open_host().poll(self.driver_id, session, seen, wait_s))
 
     def beat(self) -> None:
-        """See RankHandle; here it takes no time."""
+        """See RankHandle; here a rank that is back is there at once."""
         if self._is_closed:
             return
         try:
@@ -141,6 +141,8 @@ class LoopbackRank(RemoteRank):
             self.lose(str(error))
         else:
             self.hear(health)
+            if self._welcomer is not None:
+                self._welcomer.join()
 
     def close(self) -> None:
         """See RankHandle."""

@@ -9,14 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
+from raykv.config import PoolConfig
 from raykv.engine.weights import (
     UpdateMode,
+    Weights,
     WeightsStatus,
     checked_tags,
     checked_version,
     pack,
 )
 from raykv.errors import RankUnavailableError, RequestError
+from raykv.lost_replies import answers_of_all
 from raykv.rank_handle import RankHandle, Reply, results
 
 _MODES: tuple[UpdateMode, ...] = get_args(UpdateMode)
@@ -27,10 +30,14 @@ class VersionedRanks:
     """What a pool does with the weights and the memory of its ranks; a part of BlockManagerPool.
 
     Attributes:
+        config: what the ranks were made from.
         ranks: one handle per dp_rank, in order.
     """
 
+    config: PoolConfig
     ranks: list[RankHandle]
+    _latest: tuple[int, Weights] | None = None  # what this driver brought the ranks to
+    _sleep_level = 0
 
     def update_weights(
         self,
@@ -64,26 +71,46 @@ class VersionedRanks:
             RequestError: the version is not greater, or the weights cannot be read or do not fit
                 the model; nothing changed.
             NotSupportedError: there are weights, but no model.
-            RankUnavailableError: a rank is gone, or it took too long. Call again, with the same
-                version, to bring the other ranks to it.
+            RankUnavailableError: no rank is left, one is and losses are reported, or it took too
+                long. Call again, with the same version, to bring the other ranks to it.
+
+        A rank that is lost meanwhile is brought to the version when it is back, by the driver that
+        made the update.
         """
         if mode not in _MODES:
             raise RequestError(f"mode is {mode!r}: choose one of {', '.join(_MODES)}")
         version = checked_version(version)
-        serves = self.weights_version()
+        packed = pack(weights)
+        deadline = time.monotonic() + timeout_s
+        while True:
+            there = self._there()
+            try:
+                self._update(there, version, packed, mode, deadline)
+                break
+            except RankUnavailableError:
+                if not self._fails_over or all(rank.lost is None for rank in there):
+                    raise
+        self._latest = version, packed
+
+    def _update(
+        self,
+        ranks: list[RankHandle],
+        version: int,
+        weights: Weights,
+        mode: UpdateMode,
+        deadline: float,
+    ) -> None:
+        serves = [status.version for status in _statuses(ranks)]
         # Some may have it from an update that failed elsewhere: calling again brings the others.
-        pairs = zip(self.ranks, serves, strict=True)
-        behind = [rank for rank, served in pairs if served < version]
-        if not behind or max(serves) > version:
+        behind = [rank for rank, served in zip(ranks, serves, strict=True) if served < version]
+        if max(serves) > version or (not behind and len(ranks) == len(self.ranks)):
             raise RequestError(
                 f"weights version {version} is not greater than what the ranks serve, {serves}: "
                 f"versions only grow, so use {max(serves) + 1} or more"
             )
-        packed = pack(weights)
-        deadline = time.monotonic() + timeout_s
         prepared: list[RankHandle] = []
         try:
-            replies = [rank.prepare_weights(version, packed) for rank in behind]
+            replies = [rank.prepare_weights(version, weights) for rank in behind]
             results([_Noted(*each, prepared) for each in zip(replies, behind, strict=True)])
             _wait(behind, lambda status: status.is_staged, deadline, "read the weights")
             results([rank.apply_weights(version, mode) for rank in behind])
@@ -92,16 +119,37 @@ class VersionedRanks:
             _cancel(prepared, version)
             raise
 
+    def bring_up_to_date(self, rank: RankHandle) -> None:
+        """Let a rank that was lost serve what the others do; see RankHandle.welcome."""
+        if self._latest is not None and rank.weights_status().result().version < self._latest[0]:
+            deadline = time.monotonic() + self.config.ray.start_timeout_s
+            self._update([rank], *self._latest, "keep", deadline)
+        if self._sleep_level:
+            rank.sleep(self._sleep_level, check_only=False).result()
+
+    @property
+    def _fails_over(self) -> bool:
+        return self.config.ray.on_rank_loss == "fail_over"
+
+    def _there(self) -> list[RankHandle]:
+        """The ranks to change: those that are not lost, if others may be."""
+        there = [rank for rank in self.ranks if rank.lost is None]
+        return there if there and self._fails_over else self.ranks
+
     def weights_version(self) -> list[int]:
-        """The version of the weights that each rank serves."""
-        return [status.version for status in _statuses(self.ranks)]
+        """The version of the weights that each rank serves; -1 for a lost one."""
+        replies = [rank.weights_status() for rank in self.ranks]
+        gone = WeightsStatus(-1)
+        found = answers_of_all(replies, gone, fails_over=self._fails_over)
+        return [status.version for status in found]
 
     def retire(self, version: int) -> list[int]:
         """Evict what these weights computed before all else; how much that is now, per rank.
 
         Holds for good, also for blocks that are released later, and under every eviction policy.
         """
-        return results([rank.retire(version) for rank in self.ranks])
+        replies = [rank.retire(version) for rank in self.ranks]
+        return answers_of_all(replies, 0, fails_over=self._fails_over)
 
     def sleep(self, level: int = 1) -> None:
         """Give up memory until ``wake_up``; idempotent.
@@ -118,7 +166,8 @@ class VersionedRanks:
             NotSupportedError: a model that raykv did not load cannot give its memory back.
         """
         for check_only in (True, False):
-            results([rank.sleep(level, check_only=check_only) for rank in self.ranks])
+            results([rank.sleep(level, check_only=check_only) for rank in self._there()])
+        self._sleep_level = max(level, self._sleep_level)
 
     def wake_up(self, tags: Iterable[str] | None = None, *, timeout_s: float = 600.0) -> None:
         """Take back what ``sleep`` gave up; returns when it is there. Idempotent.
@@ -138,8 +187,11 @@ class VersionedRanks:
         """
         wanted = checked_tags(tags)
         deadline = time.monotonic() + timeout_s
-        results([rank.wake_up(wanted) for rank in self.ranks])
-        _wait(self.ranks, lambda status: not set(wanted) & set(status.asleep), deadline, "wake up")
+        there = self._there()
+        results([rank.wake_up(wanted) for rank in there])
+        _wait(there, lambda status: not set(wanted) & set(status.asleep), deadline, "wake up")
+        if "kv_cache" in wanted:
+            self._sleep_level = 0  # a rank that is restarted has all its weights
 
 
 @dataclass(frozen=True, slots=True)
