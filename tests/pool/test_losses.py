@@ -1,0 +1,44 @@
+"""What a pool promises while ranks come and go under it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from raykv import PoolConfig, Sequence
+from raykv.rank_handle import Failed
+from raykv.remote_rank import ReplyLostError
+from raykv.testing import MortalHost, loopback_driver
+
+SETTINGS = {"dp_size": 2, "num_blocks": 40, "block_size": 4, "ray": {"ramp_s": 0}}
+
+
+def make_hosts(**settings):
+    config = PoolConfig(**SETTINGS | settings).with_seed()
+    return [MortalHost(config, rank) for rank in range(2)]
+
+
+def on_rank(rank, num_tokens=8, first=0):
+    sequence = Sequence(np.arange(first, first + num_tokens))
+    sequence.dp_rank = rank
+    return sequence
+
+
+def computed_on(pool, rank, num_tokens=9):
+    sequence = on_rank(rank, num_tokens)
+    assert pool.allocate(sequence)
+    sequence.kv_state.num_computed_tokens = num_tokens
+    return sequence
+
+
+@pytest.mark.parametrize("how", ["kill", "freeze"])
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_list_too_long_for_the_ranks_that_are_left_is_refused_and_no_error(how, lost):
+    hosts = make_hosts(num_single_blocks=3)
+    pool = loopback_driver(hosts)
+    getattr(hosts[lost], how)()
+    many = [Sequence(range(4)) for _ in range(6)]
+    assert not pool.allocate(many)
+    assert {sequence.dp_rank for sequence in many} == {None}
+    assert pool.allocate(many[:2])
+    assert not pool.allocate(many[2:])
