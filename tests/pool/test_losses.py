@@ -42,3 +42,36 @@ def test_a_list_too_long_for_the_ranks_that_are_left_is_refused_and_no_error(how
     assert {sequence.dp_rank for sequence in many} == {None}
     assert pool.allocate(many[:2])
     assert not pool.allocate(many[2:])
+
+
+def test_a_fork_of_what_was_lost_holds_nothing_and_begins_anew():
+    hosts = make_hosts()
+    pool = loopback_driver(hosts)
+    parent = computed_on(pool, 0)
+    hosts[0].kill()
+    child = parent.fork()
+    assert (parent.single_block_id, child.single_block_id) == (None, None)
+    assert pool.num_lost_sequences == 1
+    assert pool.allocate([parent, child])
+    assert (parent.dp_rank, child.dp_rank) == (1, 1)
+    pool.check_integrity()
+
+
+def test_publishing_what_was_lost_publishes_nothing():
+    hosts = make_hosts()
+    pool = loopback_driver(hosts)
+    sequence = computed_on(pool, 0)
+    hosts[0].kill()
+    pool.cache(sequence)
+    assert sequence.single_block_id is None
+    assert pool.num_blocks_in_prefix_cache() == [0, 0]
+
+
+def test_a_shared_prefix_is_looked_for_on_a_rank_that_is_left():
+    hosts = make_hosts()
+    pool = loopback_driver(hosts)
+    pool.deallocate(computed_on(pool, 1))
+    hosts[0].kill()
+    sequence = on_rank(0, 9)
+    pool.allocate_shared(sequence)
+    assert (sequence.dp_rank, sequence.kv_state.num_computed_tokens) == (1, 8)
