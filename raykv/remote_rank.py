@@ -57,6 +57,7 @@ class RemoteRank(RankHandle):
         self._returned_s: float | None = None
         self._mirror = Mirror(info.dp_rank, info.block_size)
         self._interrupted: list[_RemoteReply] = []
+        self._num_resets = self._num_resets_heard = 0  # of the prefix cache: asked for, and done
         self._lock = threading.RLock()
 
     # -- what carries the messages ----------------------------------------------------------------
@@ -112,14 +113,21 @@ class RemoteRank(RankHandle):
     def _return(self, info: RankInfo) -> None:
         """A lost rank is back, empty as far as this driver is concerned."""
         with self._lock:
+            if info.epoch != self.info.epoch:
+                self._num_resets_heard = self._num_resets  # it remembers nothing anyway
             self.info, self.limits = info, info.limits
             self._stats = info.stats
             self._numbers = itertools.count(1)
             self._num_seen = 0
             self._returned_s = time.monotonic()
             self.lost = None
-            # Its first word is the tombstone of all that was given up; nobody waits for the answer.
-            self.send(self._new_call("refresh"))
+            # The first word of the session is the tombstone of all that was given up; nobody waits
+            # for the answer, unless the rank still knows what a reset was to make it forget.
+            if self._num_resets_heard == self._num_resets:
+                self.send(self._new_call("refresh"))
+            else:
+                call = self._new_call("reset_prefix_cache", argument=self._num_resets)
+                self._interrupted.append(_RemoteReply(self, call, [], self.send(call)))
 
     @property
     def room(self) -> Room:
@@ -181,8 +189,11 @@ class RemoteRank(RankHandle):
         return self._call("ack_swaps")
 
     def reset_prefix_cache(self) -> Reply[int]:
-        """See RankHandle."""
-        return self._call("reset_prefix_cache")
+        """See RankHandle; a lost rank does it when it is back, before anything else."""
+        with self._lock:
+            self._num_resets += 1
+            number = self._num_resets
+        return self._call("reset_prefix_cache", argument=number)
 
     def check_integrity(self) -> Reply[None]:
         """See RankHandle."""
@@ -273,6 +284,8 @@ class RemoteRank(RankHandle):
             self._check_session(call)
             self._stats = got.stats
             self._mirror.apply(got, call, reply.sequences)
+            if call.operation == "reset_prefix_cache" and got.error is None:
+                self._num_resets_heard = max(self._num_resets_heard, call.argument)
         if got.error is not None:
             raise got.error
         return got.value

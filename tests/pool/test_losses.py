@@ -75,3 +75,48 @@ def test_a_shared_prefix_is_looked_for_on_a_rank_that_is_left():
     sequence = on_rank(0, 9)
     pool.allocate_shared(sequence)
     assert (sequence.dp_rank, sequence.kv_state.num_computed_tokens) == (1, 8)
+
+
+@pytest.mark.parametrize("loses", [True, False])
+def test_a_reset_reaches_a_rank_that_was_lost_meanwhile(loses):
+    hosts = make_hosts()
+    pool = loopback_driver(hosts)
+    pool.deallocate(computed_on(pool, 0))
+    hosts[0].freeze()
+    if loses:
+        pool.monitor.beat()
+    assert pool.reset_prefix_cache() == [0, 0], "nobody hears it there"
+    hosts[0].thaw()
+    pool.monitor.beat()
+    assert pool.ranks[0].lost is None
+    again = on_rank(0, 9)
+    assert pool.allocate(again)
+    assert again.dp_rank == 0
+    assert again.kv_state.num_computed_tokens == 0
+    again.kv_state.num_computed_tokens = 9
+    pool.deallocate(again)
+    assert pool.num_blocks_in_prefix_cache() == [2, 0], "what came after it stays"
+    hosts[0].freeze()
+    pool.monitor.beat()
+    hosts[0].thaw()
+    pool.monitor.beat()
+    assert pool.num_blocks_in_prefix_cache() == [2, 0], "it is done once"
+
+
+def test_an_owed_reset_is_said_until_it_is_heard(monkeypatch):
+    hosts = make_hosts()
+    pool = loopback_driver(hosts)
+    pool.deallocate(computed_on(pool, 0))
+    hosts[0].freeze()
+    pool.reset_prefix_cache()
+    hosts[0].thaw()
+    rank = pool.ranks[0]
+    send = rank.send
+    faults = iter([True])
+    monkeypatch.setattr(
+        rank, "send", lambda call: Failed(ReplyLostError()) if next(faults, False) else send(call)
+    )
+    pool.monitor.beat()
+    again = on_rank(0, 9)
+    assert pool.allocate(again)
+    assert (again.dp_rank, again.kv_state.num_computed_tokens) == (0, 0)
