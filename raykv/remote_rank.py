@@ -113,8 +113,6 @@ class RemoteRank(RankHandle):
     def _return(self, info: RankInfo) -> None:
         """A lost rank is back, empty as far as this driver is concerned."""
         with self._lock:
-            if info.epoch != self.info.epoch:
-                self._num_resets_heard = self._num_resets  # it remembers nothing anyway
             self.info, self.limits = info, info.limits
             self._stats = info.stats
             self._numbers = itertools.count(1)
@@ -122,7 +120,8 @@ class RemoteRank(RankHandle):
             self._returned_s = time.monotonic()
             self.lost = None
             # The first word of the session is the tombstone of all that was given up; nobody waits
-            # for the answer, unless the rank still knows what a reset was to make it forget.
+            # for the answer, unless it may still know what a reset was to make it forget: even anew
+            # from a restart, for another driver may have used it since.
             if self._num_resets_heard == self._num_resets:
                 self.send(self._new_call("refresh"))
             else:

@@ -120,3 +120,18 @@ def test_an_owed_reset_is_said_until_it_is_heard(monkeypatch):
     again = on_rank(0, 9)
     assert pool.allocate(again)
     assert (again.dp_rank, again.kv_state.num_computed_tokens) == (0, 0)
+
+
+def test_a_reset_reaches_what_others_left_on_a_rank_that_restarted():
+    hosts = make_hosts()
+    pool, other = (loopback_driver(hosts, name) for name in ("one", "two"))
+    hosts[0].kill()
+    pool.monitor.beat()
+    hosts[0].restart()
+    other.monitor.beat()
+    other.deallocate(computed_on(other, 0))
+    pool.reset_prefix_cache()
+    pool.monitor.beat()
+    again = on_rank(0, 9)
+    assert pool.allocate(again)
+    assert (again.dp_rank, again.kv_state.num_computed_tokens) == (0, 0)
