@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from types import TracebackType
@@ -89,13 +89,7 @@ class BlockManagerPool(GeneratingRanks, VersionedRanks, KVCacheManager):
         """
         members = flatten(sequences)
         targets = token_targets(members, num_tokens)
-        for _ in range(len(self.ranks)):
-            try:
-                return self._allocate(members, targets)
-            except RankUnavailableError:
-                if not self._fails_over or all(rank.lost for rank in self.ranks):
-                    raise
-        return self._allocate(members, targets)
+        return self._over_losses(lambda: self._allocate(members, targets))
 
     def _allocate(self, members: list[Sequence], targets: list[int]) -> bool:
         home = self._home_of(members)
@@ -128,23 +122,35 @@ class BlockManagerPool(GeneratingRanks, VersionedRanks, KVCacheManager):
 
     def allocate_shared(self, sequence: Sequence) -> None:
         """See KVCacheManager."""
-        rank = self.select_rank(sequence)
-        if sequence.single_block_id is None:
-            sequence.owner = self
-        self.ranks[rank].allocate_shared(sequence).result()
+
+        def allocate() -> None:
+            rank = self.select_rank(sequence)
+            if sequence.single_block_id is None:
+                sequence.owner = self
+            self.ranks[rank].allocate_shared(sequence).result()
+
+        self._over_losses(allocate)
 
     def cache(self, sequence: Sequence, num_tokens: int | None = None) -> None:
-        """See KVCacheManager."""
-        rank = self._rank_of(sequence)
-        if rank is not None:
-            self.ranks[rank].cache(sequence, num_tokens).result()
+        """See KVCacheManager; what went with a lost rank is not published."""
+
+        def cache() -> None:
+            rank = self._rank_of(sequence)
+            if rank is not None:
+                self.ranks[rank].cache(sequence, num_tokens).result()
+
+        self._over_losses(cache)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """See KVCacheManager."""
-        rank = self._rank_of(parent)
-        if rank is not None:
-            child.owner = self
-            self.ranks[rank].fork(parent, child).result()
+        """See KVCacheManager; of a parent that went with a lost rank, the child holds nothing."""
+
+        def fork() -> None:
+            rank = self._rank_of(parent)
+            if rank is not None:
+                child.owner = self
+                self.ranks[rank].fork(parent, child).result()
+
+        self._over_losses(fork)
 
     def get_swap_block_transfer_infos(self) -> list[list[tuple[int, int]]]:
         """See KVCacheManager."""
@@ -229,6 +235,16 @@ class BlockManagerPool(GeneratingRanks, VersionedRanks, KVCacheManager):
         self.close()
 
     # -- details --------------------------------------------------------------------------------
+
+    def _over_losses(self, function: Callable[[], T]) -> T:
+        """Do it, and again where a rank turned out to be lost and the others can go on."""
+        for _ in range(len(self.ranks)):
+            try:
+                return function()
+            except RankUnavailableError:
+                if not self._fails_over or all(rank.lost for rank in self.ranks):
+                    raise
+        return function()
 
     def _rank_of(self, sequence: Sequence) -> int | None:
         """The rank that holds a sequence, or that its caller chose; None if another may."""

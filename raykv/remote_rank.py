@@ -61,6 +61,7 @@ class RemoteRank(RankHandle):
         self._welcomer: threading.Thread | None = None
         self._mirror = Mirror(info.dp_rank, info.block_size)
         self._interrupted: list[_RemoteReply] = []
+        self._num_resets = self._num_resets_heard = 0  # of the prefix cache: asked for, and done
         self._lock = threading.RLock()
 
     # -- what carries the messages ----------------------------------------------------------------
@@ -131,6 +132,10 @@ class RemoteRank(RankHandle):
         """Bring the rank to where the others are, and only then use it again."""
         session = self.session
         try:
+            # It may still know what a reset was to make it forget: even anew from a restart, for
+            # another driver may have used it since.
+            if self._num_resets_heard < self._num_resets:
+                self._call("reset_prefix_cache", argument=self._num_resets).result()
             self.welcome(self)
         except Exception as error:  # noqa: BLE001 - the next heartbeat tries again
             _log.warning("rank %d is back, but cannot be used: %s", self.dp_rank, error)
@@ -200,8 +205,11 @@ class RemoteRank(RankHandle):
         return self._call("ack_swaps")
 
     def reset_prefix_cache(self) -> Reply[int]:
-        """See RankHandle."""
-        return self._call("reset_prefix_cache")
+        """See RankHandle; a lost rank does it when it is back, before anything else."""
+        with self._lock:
+            self._num_resets += 1
+            number = self._num_resets
+        return self._call("reset_prefix_cache", argument=number)
 
     def check_integrity(self) -> Reply[None]:
         """See RankHandle."""
@@ -322,6 +330,8 @@ class RemoteRank(RankHandle):
             self._check_session(call)
             self._stats = got.stats
             self._mirror.apply(got, call, reply.sequences)
+            if call.operation == "reset_prefix_cache" and got.error is None:
+                self._num_resets_heard = max(self._num_resets_heard, call.argument)
         if got.error is not None:
             raise got.error
         return got.value
