@@ -18,8 +18,8 @@ _THREADED = (
     "abort", "ack_swaps", "allocate", "allocate_shared", "cache", "check_integrity", "close",
     "deallocate", "deallocate_without_cache", "explain", "fork", "get_swap_block_transfer_infos",
     "kv_cache_utilization", "num_available_blocks", "num_blocks_in_prefix_cache",
-    "num_free_blocks", "num_used_blocks", "reset_prefix_cache", "select_rank", "stats",
-    "try_allocate",
+    "num_free_blocks", "num_used_blocks", "reset_prefix_cache", "retire", "select_rank", "sleep",
+    "stats", "try_allocate", "update_weights", "wake_up", "weights_version",
 )  # fmt: skip
 
 

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from raykv.config import PoolConfig
-from raykv.engine.params import GenerationRequest, Produced, TokenDelta, TokenOutput
+from raykv.engine.params import GenerationRequest, TokenDelta, TokenOutput
 from raykv.errors import NotSupportedError, RankUnavailableError, RaykvError, RequestError
 from raykv.rank_handle import Failed, RankHandle, Reply
-from raykv.routing import Charge, Prompt, Router
+from raykv.routing import Charge, Router
 
 _POLL_WAIT_S = 0.5
 _LOOK_S = 0.05
@@ -198,16 +198,14 @@ class Generations:
                         f"request id {request.request_id!r} is in use: choose another"
                     )
                 known.add(request.request_id)
-            rank = self._wanted(batch)
-            for request, listener, prompt in zip(
-                batch.requests, batch.listeners, prompts, strict=True
+            rooms = [handle.room for handle in self._ranks]
+            charges = self._router.place(batch.requests, prompts, rooms, self._wanted(batch))
+            for request, listener, charge in zip(
+                batch.requests, batch.listeners, charges, strict=True
             ):
-                if self._wanted(batch) is None and (request.sample_index == 0 or rank is None):
-                    rank = self._choose(request, prompt)
-                assert rank is not None, "the first sample of a prompt chose one"
-                charge = self._router.charge(rank, prompt, request.params.max_tokens)
-                self._pending[rank][request.request_id] = _Pending(request, listener, batch, charge)
-                placed.setdefault(rank, []).append(request)
+                entry = _Pending(request, listener, batch, charge)
+                self._pending[charge.rank][request.request_id] = entry
+                placed.setdefault(charge.rank, []).append(request)
         return placed
 
     def _wanted(self, batch: Batch) -> int | None:
@@ -215,10 +213,6 @@ class Generations:
         rank = batch.dp_rank
         is_lost = rank is not None and self._ranks[rank].lost is not None
         return None if is_lost and self._fails_over else rank
-
-    def _choose(self, request: GenerationRequest, prompt: Prompt) -> int:
-        rooms = [handle.room for handle in self._ranks]
-        return self._router.choose(rooms, prompt, _num_left(request))
 
     def _fail_over(self, entries: list[_Pending], lost: Exception) -> None:
         """Let other ranks go on with what a lost one had, where that is wanted."""
@@ -238,18 +232,25 @@ class Generations:
                 elif is_hopeless:
                     over.append((entry, TokenDelta(name, error=_known(lost))))
                 else:
-                    request = entry.request
-                    prompt = self._router.read(request.token_ids, request.namespace)
-                    target = self._choose(request, prompt)
-                    entry.charge = self._router.charge(target, prompt, _num_left(request))
-                    self._pending[target][name] = entry
-                    placed.setdefault(target, []).append(entry.request)
+                    try:
+                        entry.charge = self._charge_elsewhere(entry.request)
+                    except Exception as error:  # noqa: BLE001 - a policy's fault; others go on
+                        over.append((entry, TokenDelta(name, error=_known(error))))
+                        continue
+                    self._pending[entry.charge.rank][name] = entry
+                    placed.setdefault(entry.charge.rank, []).append(entry.request)
                     self.num_failed_over += 1
         for entry, delta in over:
             self._tell(entry, delta)
         self._submit_all(placed)
         # What was given up meanwhile may have been faster than the submission.
         self._withdraw(_is_unwanted)
+
+    def _charge_elsewhere(self, request: GenerationRequest) -> Charge:
+        prompt = self._router.read(request.token_ids, request.namespace)
+        num_left = request.params.max_tokens - len(request.produced.token_ids)
+        rank = self._router.choose([handle.room for handle in self._ranks], prompt, num_left)
+        return self._router.charge(rank, prompt, num_left)
 
     def _is_hopeless(self) -> bool:
         return not self._fails_over or all(handle.lost is not None for handle in self._ranks)
@@ -266,7 +267,7 @@ class Generations:
                 self._router.credit(entry.charge, 0, is_last=True)
                 produced = entry.request.produced
                 for delta in entry.produced:
-                    produced += Produced(delta.token_ids, delta.log_probs, delta.top_log_probs)
+                    produced = produced.with_delta(delta)
                 entry.produced.clear()
                 entry.request = replace(
                     entry.request,
@@ -307,6 +308,7 @@ class Generations:
                 if handle.lost is not None or handle.session != session:
                     time.sleep(_LOOK_S)  # what is being submitted to it just now is stale soon
                     continue
+                self._router.forget(rank)
                 with self._lock:
                     lost = list(self._pending[rank])
                 deltas = [TokenDelta(name, error=_known(error)) for name in lost]
@@ -346,16 +348,6 @@ def collect(deltas: queue.SimpleQueue[TokenDelta], num_requests: int) -> dict[st
     return outputs
 
 
-def sample_id(request_id: str, index: int) -> str:
-    """The id of one of several continuations asked for as ``request_id``."""
-    return f"{request_id}/{index}"
-
-
-def _num_left(request: GenerationRequest) -> int:
-    """Tokens that are still to be produced."""
-    return request.params.max_tokens - len(request.produced.token_ids)
-
-
 def _is_unwanted(entry: _Pending) -> bool:
     return entry.is_aborted or entry.batch.is_abandoned
 
@@ -367,6 +359,7 @@ def _aborted(request: GenerationRequest) -> TokenOutput:
         request.produced.token_ids,
         log_probs=request.produced.log_probs,
         top_log_probs=request.produced.top_log_probs,
+        weights_versions=request.produced.weights_versions,
         stop_reason="abort",
         sample_index=request.sample_index,
         num_failed_over=request.num_failed_over,

@@ -10,7 +10,9 @@ from typing import TypeVar
 from raykv.core.explain import MissReport
 from raykv.core.kv_cache_manager import NO_ROOM, RankStats, Room
 from raykv.core.sequence import Sequence
+from raykv.engine.lifecycle import Lifecycle
 from raykv.engine.params import GenerationRequest, TokenDelta
+from raykv.engine.weights import SleepTag, UpdateMode, Weights, WeightsStatus
 from raykv.engine.worker import RankWorker
 from raykv.errors import NotSupportedError, RankUnavailableError
 from raykv.rank import RankKV
@@ -33,6 +35,7 @@ class LocalRank(RankHandle):
         self.worker = worker
         self.dp_rank = kv.dp_rank
         self.limits = None if worker is None else worker.engine.limits
+        self._lifecycle = Lifecycle(kv) if worker is None else worker.engine.lifecycle
         self._lock = threading.RLock()
         self._closed = False
         self._num_seen = 0  # deltas of the engine
@@ -120,6 +123,34 @@ class LocalRank(RankHandle):
         first, deltas = self._engine().poll("", wait_s, self._num_seen)
         self._num_seen = first + len(deltas)
         return deltas
+
+    def prepare_weights(self, version: int, weights: Weights) -> Reply[None]:
+        """See RankHandle."""
+        return self._do(lambda: self._lifecycle.prepare_weights(version, weights))
+
+    def apply_weights(self, version: int, mode: UpdateMode) -> Reply[None]:
+        """See RankHandle."""
+        return self._do(lambda: self._lifecycle.apply_weights(version, mode))
+
+    def cancel_weights(self, version: int) -> Reply[None]:
+        """See RankHandle."""
+        return self._do(lambda: self._lifecycle.cancel_weights(version))
+
+    def weights_status(self) -> Reply[WeightsStatus]:
+        """See RankHandle."""
+        return self._do(self._lifecycle.weights_status)
+
+    def retire(self, version: int) -> Reply[int]:
+        """See RankHandle."""
+        return self._do(lambda: self._lifecycle.retire(version))
+
+    def sleep(self, level: int, *, check_only: bool) -> Reply[None]:
+        """See RankHandle."""
+        return self._do(lambda: self._lifecycle.sleep(level, check_only=check_only))
+
+    def wake_up(self, tags: SequenceOf[SleepTag]) -> Reply[None]:
+        """See RankHandle."""
+        return self._do(lambda: self._lifecycle.wake_up(tags))
 
     def close(self) -> None:
         """See RankHandle."""

@@ -28,6 +28,8 @@ from raykv.engine.params import EngineLimits, TokenDelta
 Operation: TypeAlias = Literal[
     "allocate", "allocate_shared", "cache", "release", "undo", "fork", "explain", "take_swaps",
     "ack_swaps", "reset_prefix_cache", "check_integrity", "refresh", "submit", "abort", "leave",
+    "prepare_weights", "apply_weights", "cancel_weights", "weights_status", "retire",
+    "sleep", "wake_up",
 ]  # fmt: skip
 
 
@@ -106,7 +108,7 @@ class Call:
         epoch: the rank's epoch as the driver knows it.
         operation: what to do.
         updates: the sequences it is about; None if it is about none.
-        argument: what else the operation needs.
+        argument: what else the operation needs; keywords, for those of Lifecycle.
     """
 
     driver_id: str

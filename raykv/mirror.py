@@ -31,9 +31,13 @@ class Mirror:
         self._held: dict[Hashable, tuple[Sequence, int]] = {}
         self._gone: dict[int, Sequence] = {}  # by identity: what was held when the rank was lost
 
+    def held(self) -> list[Sequence]:
+        """Those that the rank holds."""
+        return [sequence for sequence, _ in self._held.values()]
+
     def lose_all(self) -> None:
         """The rank holds nothing any more; the sequences hear of it when they are used next."""
-        self._gone |= {id(sequence): sequence for sequence, _ in self._held.values()}
+        self._gone |= {id(sequence): sequence for sequence in self.held()}
         self._held.clear()
 
     def take_lost(self, sequence: Sequence) -> bool:

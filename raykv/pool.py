@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import queue
-import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Self, TypeVar
 
 from raykv.aio import AsyncPool
 from raykv.config import PoolConfig
@@ -22,26 +19,25 @@ from raykv.core.kv_cache_manager import (
     flatten,
     token_targets,
 )
-from raykv.core.namespace import DEFAULT, Namespace, require_namespace
-from raykv.core.retention import DEFAULT_RETENTION, Retention
 from raykv.core.sequence import Sequence
-from raykv.engine.build import build_rank, load_tokenizer
-from raykv.engine.params import GenerationRequest, SamplingParams, TokenDelta, TokenOutput
+from raykv.engine.build import build_rank
 from raykv.engine.worker import RankWorker
-from raykv.errors import NotSupportedError, RankUnavailableError, RequestError
-from raykv.generation import Batch, Generations, Listener, collect, sample_id
+from raykv.errors import RankUnavailableError, RequestError
+from raykv.generating import GeneratingRanks
+from raykv.generation import Generations
 from raykv.list_allocation import Groups, allocate_over_ranks
 from raykv.local_rank import LocalRank
+from raykv.lost_replies import ReleasedOrLost, answers_of_all
 from raykv.monitor import Monitor
-from raykv.prompts import Prompts, token_rows
 from raykv.rank_handle import RankHandle, Reply, results
 from raykv.routing import Choice, Router
 from raykv.routing_policy import make_policy
+from raykv.versions import VersionedRanks
 
 T = TypeVar("T")
 
 
-class BlockManagerPool(KVCacheManager):
+class BlockManagerPool(GeneratingRanks, VersionedRanks, KVCacheManager):
     """All ranks as one KV cache manager. Make one with ``local`` or ``raykv.actors.launch``.
 
     Args:
@@ -61,7 +57,8 @@ class BlockManagerPool(KVCacheManager):
         self._router = Router(config, len(ranks))
         self.generations = Generations(ranks, self._router, config)
         self.monitor = Monitor(ranks, config.ray.heartbeat_s)
-        self._tokenizer: Any = None
+        for rank in ranks:
+            rank.welcome = self.bring_up_to_date
 
     @classmethod
     def local(cls, config: PoolConfig | str | Path) -> Self:
@@ -92,13 +89,7 @@ class BlockManagerPool(KVCacheManager):
         """
         members = flatten(sequences)
         targets = token_targets(members, num_tokens)
-        for _ in range(len(self.ranks)):
-            try:
-                return self._allocate(members, targets)
-            except RankUnavailableError:
-                if not self._fails_over or all(rank.lost for rank in self.ranks):
-                    raise
-        return self._allocate(members, targets)
+        return self._over_losses(lambda: self._allocate(members, targets))
 
     def _allocate(self, members: list[Sequence], targets: list[int]) -> bool:
         home = self._home_of(members)
@@ -131,23 +122,35 @@ class BlockManagerPool(KVCacheManager):
 
     def allocate_shared(self, sequence: Sequence) -> None:
         """See KVCacheManager."""
-        rank = self.select_rank(sequence)
-        if sequence.single_block_id is None:
-            sequence.owner = self
-        self.ranks[rank].allocate_shared(sequence).result()
+
+        def allocate() -> None:
+            rank = self.select_rank(sequence)
+            if sequence.single_block_id is None:
+                sequence.owner = self
+            self.ranks[rank].allocate_shared(sequence).result()
+
+        self._over_losses(allocate)
 
     def cache(self, sequence: Sequence, num_tokens: int | None = None) -> None:
-        """See KVCacheManager."""
-        rank = self._rank_of(sequence)
-        if rank is not None:
-            self.ranks[rank].cache(sequence, num_tokens).result()
+        """See KVCacheManager; what went with a lost rank is not published."""
+
+        def cache() -> None:
+            rank = self._rank_of(sequence)
+            if rank is not None:
+                self.ranks[rank].cache(sequence, num_tokens).result()
+
+        self._over_losses(cache)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """See KVCacheManager."""
-        rank = self._rank_of(parent)
-        if rank is not None:
-            child.owner = self
-            self.ranks[rank].fork(parent, child).result()
+        """See KVCacheManager; of a parent that went with a lost rank, the child holds nothing."""
+
+        def fork() -> None:
+            rank = self._rank_of(parent)
+            if rank is not None:
+                child.owner = self
+                self.ranks[rank].fork(parent, child).result()
+
+        self._over_losses(fork)
 
     def get_swap_block_transfer_infos(self) -> list[list[tuple[int, int]]]:
         """See KVCacheManager."""
@@ -168,123 +171,6 @@ class BlockManagerPool(KVCacheManager):
         """The rank that holds the sequence, or the one that ``allocate`` would choose now."""
         [rank], _ = self._select([sequence], [sequence.num_tokens])
         return rank
-
-    # -- our engine -----------------------------------------------------------------------------
-
-    @property
-    def tokenizer(self) -> Any:
-        """The model's Hugging Face tokenizer.
-
-        Raises:
-            NotSupportedError: the pool has no model, or its model no tokenizer.
-        """
-        if self.config.model is None:
-            raise NotSupportedError("the pool has no model, so no tokenizer: pass token ids")
-        if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(self.config.model.path)
-        if self._tokenizer is None:
-            raise NotSupportedError(
-                f"model {self.config.model.path} has no tokenizer: pass token ids"
-            )
-        return self._tokenizer
-
-    def generate(
-        self,
-        prompts: Prompts,
-        params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        namespace: Namespace = DEFAULT,
-        dp_rank: int | None = None,
-        retention: Retention = DEFAULT_RETENTION,
-    ) -> list[TokenOutput]:
-        """Continue prompts; the outputs come in order, ``params.n`` per prompt.
-
-        Args:
-            prompts: one or several, as text or token ids.
-            params: how to continue them.
-            request_id: a name to ``abort`` by; prompt i of several is ``request_id/i``.
-            namespace: with whom their KV may be shared.
-            dp_rank: the rank to use, such as the one that served the last turn of a conversation
-                (``TokenOutput.dp_rank``) and holds its KV; None lets the pool choose.
-            retention: how dearly their cached blocks are kept.
-
-        Raises:
-            RequestError: a prompt is empty, too long or holds unknown tokens; none was started.
-            RankUnavailableError: a rank went away.
-        """
-        requests = self.make_requests(prompts, params, request_id, namespace, retention)
-        deltas: queue.SimpleQueue[TokenDelta] = queue.SimpleQueue()
-        batch = Batch(requests, [deltas.put] * len(requests), dp_rank)
-        self.generations.start(batch)
-        try:
-            outputs = collect(deltas, len(requests))
-        except BaseException:
-            self.generations.abandon(batch)
-            raise
-        return self.with_text(prompts, [outputs[request.request_id] for request in requests])
-
-    def with_text(self, prompts: Prompts, outputs: list[TokenOutput]) -> list[TokenOutput]:
-        """The outputs with their text, if the prompts came as text."""
-        first = prompts if isinstance(prompts, str) else next(iter(prompts), None)
-        if not isinstance(first, str):
-            return outputs
-        decode = self.tokenizer.decode
-        return [
-            replace(output, text=decode(output.token_ids, skip_special_tokens=True))
-            for output in outputs
-        ]
-
-    def abort(self, request_id: str) -> None:
-        """End a request that is under way; its output says ``abort``. Unknown ids are passed by."""
-        self.generations.abort(request_id)
-
-    def make_requests(
-        self,
-        prompts: Prompts,
-        params: SamplingParams | None = None,
-        request_id: str | None = None,
-        namespace: Namespace = DEFAULT,
-        retention: Retention = DEFAULT_RETENTION,
-    ) -> list[GenerationRequest]:
-        """Turn prompts into requests: one per prompt and sample."""
-        params = SamplingParams() if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise RequestError(
-                f"params is a {type(params).__name__}: pass raykv.SamplingParams(max_tokens=...)"
-            )
-        require_namespace(namespace)
-        name = self.generations.new_id() if request_id is None else request_id
-        if not isinstance(name, str):
-            raise RequestError(f"request_id is {name!r}, but must be text")
-        rows = token_rows(
-            prompts, lambda text: self.tokenizer.encode(text, add_special_tokens=False)
-        )
-        names = [name] if len(rows) == 1 else [sample_id(name, i) for i in range(len(rows))]
-        return [
-            GenerationRequest(
-                request_id=row_name if params.n == 1 else sample_id(row_name, index),
-                token_ids=row,
-                params=params,
-                namespace=namespace,
-                sample_index=index,
-                prompt_id=row_name,
-                call_id=name,
-                retention=retention,
-                seed=secrets.randbits(63),
-            )
-            for row_name, row in zip(names, rows, strict=True)
-            for index in range(params.n)
-        ]
-
-    def start(
-        self,
-        requests: SequenceOf[GenerationRequest],
-        listeners: SequenceOf[Listener],
-        dp_rank: int | None = None,
-    ) -> None:
-        """Submit requests and return; each listener hears of its own, on a thread of the pool."""
-        self.generations.start(Batch(requests, listeners, dp_rank))
 
     @property
     def aio(self) -> AsyncPool:
@@ -350,9 +236,15 @@ class BlockManagerPool(KVCacheManager):
 
     # -- details --------------------------------------------------------------------------------
 
-    @property
-    def _fails_over(self) -> bool:
-        return self.config.ray.on_rank_loss == "fail_over"
+    def _over_losses(self, function: Callable[[], T]) -> T:
+        """Do it, and again where a rank turned out to be lost and the others can go on."""
+        for _ in range(len(self.ranks)):
+            try:
+                return function()
+            except RankUnavailableError:
+                if not self._fails_over or all(rank.lost for rank in self.ranks):
+                    raise
+        return function()
 
     def _rank_of(self, sequence: Sequence) -> int | None:
         """The rank that holds a sequence, or that its caller chose; None if another may."""
@@ -384,13 +276,7 @@ class BlockManagerPool(KVCacheManager):
         return [rank.stats for rank in self.ranks]
 
     def _of_all(self, replies: SequenceOf[Reply[T]], if_lost: T) -> list[T]:
-        """What all ranks say; ``if_lost`` for a lost one, as long as another one is there."""
-        found = [_OrLost(reply) for reply in replies]
-        values = results(found)
-        lost = [one.error for one in found if one.error is not None]
-        if lost and (not self._fails_over or len(lost) == len(found)):
-            raise lost[0]
-        return [if_lost if value is None else value for value in values]
+        return answers_of_all(replies, if_lost, fails_over=self._fails_over)
 
     def _select(
         self, members: list[Sequence], targets: list[int]
@@ -416,40 +302,14 @@ class BlockManagerPool(KVCacheManager):
             else:
                 groups.setdefault(rank, []).append(sequence)
         replies = [
-            (group, self.ranks[rank].release(group, publish=publish))
-            for rank, group in groups.items()
+            ReleasedOrLost(handle.release(group, publish=publish), group, self._count_lost)
+            for handle, group in ((self.ranks[rank], group) for rank, group in groups.items())
         ]
-        results([_Forgetting(reply, group, self) for group, reply in replies])
+        results(replies)
 
-
-@dataclass(frozen=True, slots=True)
-class _Forgetting:
-    """A release that also succeeds on a lost rank, where there is nothing left to release."""
-
-    reply: Reply[None]
-    sequences: list[Sequence]
-    pool: BlockManagerPool
-
-    def result(self) -> None:
-        try:
-            self.reply.result()
-        except RankUnavailableError:
-            for sequence in self.sequences:
-                self.pool.ranks[sequence.dp_rank or 0].take_lost(sequence)
-                sequence.forget()
-            self.pool.num_lost_sequences += len(self.sequences)
-
-
-@dataclass(slots=True)
-class _OrLost(Generic[T]):
-    """A reply that a lost rank need not give."""
-
-    reply: Reply[T]
-    error: RankUnavailableError | None = None
-
-    def result(self) -> T | None:
-        try:
-            return self.reply.result()
-        except RankUnavailableError as error:
-            self.error = error
-            return None
+    def _count_lost(self, sequences: SequenceOf[Sequence]) -> None:
+        for sequence in sequences:
+            if sequence.dp_rank is not None:
+                self.ranks[sequence.dp_rank].take_lost(sequence)
+            sequence.forget()
+        self.num_lost_sequences += len(sequences)

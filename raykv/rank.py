@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterable
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 
@@ -70,6 +71,8 @@ class RankKV(KVCacheManager):
         linear_state: None; linear-state caching is off.
         buffers: the K/V memory, None when only books are kept.
         tables: the block tables, row by single block id.
+        weights_version: of the weights that compute KV now.
+        is_asleep: whether the K/V memory was given back; nothing can be allocated meanwhile.
     """
 
     def __init__(
@@ -91,8 +94,11 @@ class RankKV(KVCacheManager):
         self.tables = make_tables(config)
         self._swaps: dict[str, SwapList] = {}  # by the driver whose sequences owe the copies
         self._has_forks = False
-        # Rows whose sequences held blocks at a reset. A copy on write would give them a fresh block
-        # with old content, so the manager's marks on blocks do not tell.
+        self.weights_version = 0
+        self.is_asleep = False
+        # Rows whose sequences held blocks at a reset, or began under earlier weights. A copy on
+        # write would give them a fresh block with old content, so the manager's marks on blocks do
+        # not tell; and what follows on old KV is no new KV either.
         self._stale_rows: set[int] = set()
         self._clock = clock
         self._sequences: list[Sequence | None] = [None] * config.num_single_blocks  # by row
@@ -108,6 +114,8 @@ class RankKV(KVCacheManager):
 
     def allocate_all(self, members: list[Sequence], targets: list[int]) -> bool:
         """Allocate for distinct sequences; ``targets[i]`` is what ``members[i]`` must hold."""
+        if self.is_asleep:
+            self._refuse_asleep()
         new, running, wanted = [], [], []
         requests = []
         for sequence, target in zip(members, targets, strict=True):
@@ -155,7 +163,7 @@ class RankKV(KVCacheManager):
         child.counted = True
         row, num_full = int(single.detach()[0]), state.num_computed_tokens // self.block_size
         self._attach(child, row, shared.detach(), num_full)
-        if num_blocks and parent.single_block_id in self._stale_rows:
+        if parent.single_block_id in self._stale_rows:
             self._stale_rows.add(row)
         child.kv_state.num_computed_tokens = state.num_computed_tokens
         self._has_forks = True
@@ -199,6 +207,8 @@ class RankKV(KVCacheManager):
         """See KVCacheManager; a sequence that holds blocks already keeps just those."""
         if not self._is_new(sequence):
             return
+        if self.is_asleep:
+            self._refuse_asleep()
         single = self.single_block_manager.allocate(1)
         if single is None:
             return
@@ -267,6 +277,67 @@ class RankKV(KVCacheManager):
         state.num_shared_blocks = min(state.num_shared_blocks, num_blocks)
         state.num_computed_tokens = min(state.num_computed_tokens, num_blocks * self.block_size)
 
+    # -- weights versions and sleep -------------------------------------------------------------
+
+    def begin_version(self, version: int) -> None:
+        """KV that is computed from now on is that of these weights.
+
+        Sequences that hold a row now publish what they have computed, under their namespace, and
+        nothing any more until they are admitted anew: what they compute later depends on KV of
+        earlier weights. Forks of them neither.
+        """
+        for row, held in enumerate(self._sequences):
+            if held is not None:
+                with contextlib.suppress(ValueError):  # a wrong claim costs its sequence a hit
+                    self.cache(held)
+                self._stale_rows.add(row)
+        self.weights_version = version
+
+    def is_outdated(self, sequence: Sequence) -> bool:
+        """Whether a sequence holds, or depends on, KV of earlier weights, and publishes nothing."""
+        return sequence.single_block_id in self._stale_rows
+
+    def sleep(self) -> None:
+        """Forget all cached prefixes and give the K/V memory back; idempotent.
+
+        Raises:
+            RequestError: somebody holds blocks; nothing changed.
+        """
+        if self.is_asleep:
+            return
+        self.check_unused()
+        manager = self.block_manager
+        num_held = manager.num_total_blocks - manager.num_available_blocks
+        if num_held:
+            raise RequestError(
+                f"rank {self.dp_rank} cannot sleep while handles or copies hold {num_held} blocks: "
+                "release them, or acknowledge the copies with ack_swaps()"
+            )
+        manager.reset_prefix_cache()
+        if self.buffers is not None:
+            self.buffers.release()
+        self.is_asleep = True
+
+    def wake_up(self) -> None:
+        """Take K/V memory again; idempotent.
+
+        Raises:
+            ConfigError: it does not fit any more; the rank goes on sleeping.
+        """
+        if self.buffers is not None:
+            self.buffers.restore()
+        self.is_asleep = False
+
+    def check_unused(self, besides: Collection[Sequence] = ()) -> None:
+        """Raise RequestError if sequences hold rows or blocks, ``besides`` some of them."""
+        held = [s for s in self._sequences if s is not None and s not in besides]
+        if held:
+            num_blocks = sum(sequence.kv_state.num_blocks for sequence in held)
+            raise RequestError(
+                f"rank {self.dp_rank} cannot sleep while {len(held)} sequences of your scheduler "
+                f"hold {num_blocks} blocks: deallocate them first"
+            )
+
     # -- counters -------------------------------------------------------------------------------
 
     def num_free_blocks(self) -> list[int]:
@@ -330,6 +401,8 @@ class RankKV(KVCacheManager):
         self.single_block_manager.check_integrity()
         self.tables.check_integrity()
         rows = [row for row, sequence in enumerate(self._sequences) if sequence is not None]
+        if not self._stale_rows <= set(rows):
+            raise IntegrityError("a row without sequence is marked as stale")
         if self.single_block_manager.num_used_blocks != len(rows):
             raise IntegrityError(f"{len(rows)} sequences hold rows, but the books differ")
         for row in rows:
@@ -349,6 +422,9 @@ class RankKV(KVCacheManager):
             raise IntegrityError("a row lists a block that its sequence does not use")
 
     # -- details --------------------------------------------------------------------------------
+
+    def _refuse_asleep(self) -> NoReturn:
+        raise RequestError(f"rank {self.dp_rank} sleeps: call wake_up() first")
 
     def _attach(self, sequence: Sequence, row: int, ids: Index, num_shared: int) -> None:
         self.tables.append(row, ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Generic, NoReturn, Protocol, TypeVar
@@ -11,6 +12,7 @@ from raykv.core.explain import MissReport
 from raykv.core.kv_cache_manager import RankStats, Room
 from raykv.core.sequence import Sequence
 from raykv.engine.params import EngineLimits, GenerationRequest, TokenDelta
+from raykv.engine.weights import SleepTag, UpdateMode, Weights, WeightsStatus
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -58,12 +60,15 @@ class RankHandle(ABC):
         limits: what its engine serves; None without one.
         lost: why nothing can be had from it now; None while it is there.
         session: counts how often it was lost: what was sent in an earlier one is given up.
+        welcome: called with a rank that answers again, before it is used again; may take its time,
+            and raise if the rank cannot be used.
     """
 
     dp_rank: int
     limits: EngineLimits | None
     lost: str | None = None
     session: int = 0
+    welcome: Callable[[RankHandle], object] = staticmethod(lambda _: None)
 
     def beat(self) -> None:  # noqa: B027 - a rank in this process needs none
         """Look whether the rank lives, and take it back if it does again; never waits."""
@@ -141,6 +146,34 @@ class RankHandle(ABC):
     @abstractmethod
     def poll(self, wait_s: float) -> list[TokenDelta]:
         """What the engine produced for this driver since; waits up to ``wait_s`` seconds."""
+
+    @abstractmethod
+    def prepare_weights(self, version: int, weights: Weights) -> Reply[None]:
+        """See Lifecycle.prepare_weights."""
+
+    @abstractmethod
+    def apply_weights(self, version: int, mode: UpdateMode) -> Reply[None]:
+        """See Lifecycle.apply_weights; the rank hears first what this driver has computed."""
+
+    @abstractmethod
+    def cancel_weights(self, version: int) -> Reply[None]:
+        """See Lifecycle.cancel_weights."""
+
+    @abstractmethod
+    def weights_status(self) -> Reply[WeightsStatus]:
+        """See Lifecycle.weights_status."""
+
+    @abstractmethod
+    def retire(self, version: int) -> Reply[int]:
+        """See BlockManager.retire."""
+
+    @abstractmethod
+    def sleep(self, level: int, *, check_only: bool) -> Reply[None]:
+        """See Lifecycle.sleep."""
+
+    @abstractmethod
+    def wake_up(self, tags: SequenceOf[SleepTag]) -> Reply[None]:
+        """See Lifecycle.wake_up."""
 
     @abstractmethod
     def close(self) -> None:

@@ -51,6 +51,16 @@ class RankSequences:
             raise
         return sequences
 
+    def note_computed(self, updates: SequenceUpdates) -> None:
+        """Bring those up to date that are held here, whatever else the driver names."""
+        stop = 0
+        for index, seq_id in enumerate(updates.seq_ids):
+            start, stop = stop, stop + updates.num_new_tokens[index]
+            sequence, known = self.by_id.get(seq_id), updates.num_known_tokens[index]
+            if sequence is not None and known:
+                _extend(sequence, known, updates.token_ids[start:stop])
+                sequence.kv_state.num_computed_tokens = updates.num_computed_tokens[index]
+
     def drop_empty(self, sequences: SequenceOf[Sequence]) -> None:
         """Forget those that hold nothing."""
         for sequence in sequences:

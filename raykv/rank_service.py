@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from raykv.core.sequence import Sequence
 from raykv.engine.engine import Engine
+from raykv.engine.lifecycle import Lifecycle
 from raykv.errors import NotSupportedError, RankUnavailableError
 from raykv.leases import Lease, Leases
 from raykv.messages import Answer, Call
@@ -40,6 +41,7 @@ class RankService:
         self._on_end = on_end
         self.epoch = epoch
         self._engine = engine
+        self._lifecycle = Lifecycle(kv) if engine is None else engine.lifecycle
         self.leases = Leases(f"rank {kv.dp_rank}", kv.config.ray.lease_s, clock)
 
     def apply(self, call: Call) -> Answer:
@@ -133,6 +135,16 @@ class RankService:
                 self._running_engine().submit(call.argument, call.driver_id)
             case "abort":
                 self._running_engine().abort(call.argument, call.driver_id)
+            case (
+                "prepare_weights"
+                | "apply_weights"
+                | "cancel_weights"
+                | "weights_status"
+                | "retire"
+                | "sleep"
+                | "wake_up"
+            ):
+                return self._run_lifecycle(call, lease)
             case _:
                 return self._run_on_sequences(call, lease)
         return None
@@ -161,6 +173,11 @@ class RankService:
         finally:
             lease.sequences.drop_empty(sequences)
         return True
+
+    def _run_lifecycle(self, call: Call, lease: Lease) -> object:
+        if call.updates is not None:  # what the driver has computed: an update publishes it
+            lease.sequences.note_computed(call.updates)
+        return getattr(self._lifecycle, call.operation)(**call.argument)
 
     def _running_engine(self) -> Engine:
         if self._engine is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import threading
 import time
 from abc import abstractmethod
@@ -16,12 +17,14 @@ from raykv.core.explain import MissReport
 from raykv.core.kv_cache_manager import NO_ROOM, RankStats, Room
 from raykv.core.sequence import Sequence
 from raykv.engine.params import GenerationRequest, TokenDelta
+from raykv.engine.weights import SleepTag, UpdateMode, Weights, WeightsStatus
 from raykv.errors import RankUnavailableError, RaykvError
 from raykv.messages import Answer, Call, Health, Operation, Outputs, RankInfo
 from raykv.mirror import Mirror
 from raykv.rank_handle import Done, Failed, RankHandle, Reply
 
 _RESEND_S = 0.01
+_log = logging.getLogger(__name__)
 
 
 class ReplyLostError(RankUnavailableError):
@@ -55,8 +58,10 @@ class RemoteRank(RankHandle):
         self._numbers = itertools.count(1)
         self._num_seen = 0  # deltas of this session
         self._returned_s: float | None = None
+        self._welcomer: threading.Thread | None = None
         self._mirror = Mirror(info.dp_rank, info.block_size)
         self._interrupted: list[_RemoteReply] = []
+        self._num_resets = self._num_resets_heard = 0  # of the prefix cache: asked for, and done
         self._lock = threading.RLock()
 
     # -- what carries the messages ----------------------------------------------------------------
@@ -101,7 +106,7 @@ class RemoteRank(RankHandle):
                     f"{who} was not heard by this driver for {self.config.lease_s:g} s, and took "
                     "back its blocks"
                 )
-        if self.lost is not None:
+        if self.lost is not None and (self._welcomer is None or not self._welcomer.is_alive()):
             self._return(health.info)
 
     def take_lost(self, sequence: Sequence) -> bool:
@@ -116,10 +121,29 @@ class RemoteRank(RankHandle):
             self._stats = info.stats
             self._numbers = itertools.count(1)
             self._num_seen = 0
-            self._returned_s = time.monotonic()
-            self.lost = None
             # Its first word is the tombstone of all that was given up; nobody waits for the answer.
             self.send(self._new_call("refresh"))
+            self._welcomer = threading.Thread(
+                target=self._welcome, name=f"raykv-welcome-{self.dp_rank}", daemon=True
+            )
+        self._welcomer.start()
+
+    def _welcome(self) -> None:
+        """Bring the rank to where the others are, and only then use it again."""
+        session = self.session
+        try:
+            # It may still know what a reset was to make it forget: even anew from a restart, for
+            # another driver may have used it since.
+            if self._num_resets_heard < self._num_resets:
+                self._call("reset_prefix_cache", argument=self._num_resets).result()
+            self.welcome(self)
+        except Exception as error:  # noqa: BLE001 - the next heartbeat tries again
+            _log.warning("rank %d is back, but cannot be used: %s", self.dp_rank, error)
+            return
+        with self._lock:
+            if session == self.session:
+                self._returned_s = time.monotonic()
+                self.lost = None
 
     @property
     def room(self) -> Room:
@@ -181,8 +205,11 @@ class RemoteRank(RankHandle):
         return self._call("ack_swaps")
 
     def reset_prefix_cache(self) -> Reply[int]:
-        """See RankHandle."""
-        return self._call("reset_prefix_cache")
+        """See RankHandle; a lost rank does it when it is back, before anything else."""
+        with self._lock:
+            self._num_resets += 1
+            number = self._num_resets
+        return self._call("reset_prefix_cache", argument=number)
 
     def check_integrity(self) -> Reply[None]:
         """See RankHandle."""
@@ -199,6 +226,36 @@ class RemoteRank(RankHandle):
     def abort(self, request_ids: SequenceOf[str]) -> Reply[None]:
         """See RankHandle."""
         return self._call("abort", argument=list(request_ids))
+
+    def prepare_weights(self, version: int, weights: Weights) -> Reply[None]:
+        """See RankHandle."""
+        return self._call("prepare_weights", argument={"version": version, "weights": weights})
+
+    def apply_weights(self, version: int, mode: UpdateMode) -> Reply[None]:
+        """See RankHandle."""
+        with self._lock:
+            held = self._mirror.held()
+        return self._call("apply_weights", held, {"version": version, "mode": mode})
+
+    def cancel_weights(self, version: int) -> Reply[None]:
+        """See RankHandle."""
+        return self._call("cancel_weights", argument={"version": version})
+
+    def weights_status(self) -> Reply[WeightsStatus]:
+        """See RankHandle."""
+        return self._call("weights_status", argument={})
+
+    def retire(self, version: int) -> Reply[int]:
+        """See RankHandle."""
+        return self._call("retire", argument={"version": version})
+
+    def sleep(self, level: int, *, check_only: bool) -> Reply[None]:
+        """See RankHandle."""
+        return self._call("sleep", argument={"level": level, "check_only": check_only})
+
+    def wake_up(self, tags: SequenceOf[SleepTag]) -> Reply[None]:
+        """See RankHandle."""
+        return self._call("wake_up", argument={"tags": tags})
 
     def poll(self, wait_s: float) -> list[TokenDelta]:
         """See RankHandle."""
@@ -227,7 +284,7 @@ class RemoteRank(RankHandle):
         self._settle_interrupted()
         sequences = sequences or []
         with self._lock:
-            if self.lost is not None:
+            if self.lost is not None and threading.current_thread() is not self._welcomer:
                 return Failed(RankUnavailableError(self.lost))
             try:
                 call = self._new_call(operation, sequences, argument)
@@ -273,6 +330,8 @@ class RemoteRank(RankHandle):
             self._check_session(call)
             self._stats = got.stats
             self._mirror.apply(got, call, reply.sequences)
+            if call.operation == "reset_prefix_cache" and got.error is None:
+                self._num_resets_heard = max(self._num_resets_heard, call.argument)
         if got.error is not None:
             raise got.error
         return got.value

@@ -160,6 +160,37 @@ class Router:
             last = request
         return prompts
 
+    def place(
+        self,
+        requests: SequenceOf[GenerationRequest],
+        prompts: SequenceOf[Prompt],
+        rooms: SequenceOf[Room],
+        rank: int | None,
+    ) -> list[Charge]:
+        """Choose a rank for each request, samples of one prompt together, and charge it there.
+
+        Args:
+            requests: what is sent.
+            prompts: theirs; see ``read_all``.
+            rooms: what each rank has to give.
+            rank: where they are to go; None lets the policy choose.
+
+        If the policy raises, nothing is charged.
+        """
+        charges: list[Charge] = []
+        is_given = rank is not None
+        try:
+            for request, prompt in zip(requests, prompts, strict=True):
+                num_new_tokens = request.params.max_tokens
+                if rank is None or (request.sample_index == 0 and not is_given):
+                    rank = self.choose(rooms, prompt, num_new_tokens)
+                charges.append(self.charge(rank, prompt, num_new_tokens))
+        except BaseException:
+            for charge in charges:
+                self.credit(charge, 0, is_last=True)
+            raise
+        return charges
+
     def choose(self, rooms: SequenceOf[Room], prompt: Prompt, num_new_tokens: int) -> int:
         """The rank for a request; ``charge`` it there before the next one is chosen for."""
         views = [

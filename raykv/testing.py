@@ -6,6 +6,7 @@ import contextlib
 import pickle
 import random
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
@@ -50,34 +51,48 @@ class Host(Protocol):
 class MortalHost:
     """A RankHost that can be killed, frozen, and started again, for every driver that talks to it.
 
+    Args:
+        config: the pool's configuration.
+        dp_rank: the rank's number.
+        clock: seconds, for leases.
+
     Attributes:
         config: the pool's configuration.
         host: the rank, as started last.
+        is_dead: whether it was killed, and not started again.
     """
 
-    def __init__(self, config: PoolConfig, dp_rank: int) -> None:
+    def __init__(
+        self, config: PoolConfig, dp_rank: int, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.config = config
         self._dp_rank = dp_rank
-        self.host = RankHost(config, dp_rank)
+        self._clock = clock
+        self.host = RankHost(config, dp_rank, clock=clock)
+        self.is_dead = False
         self._failure: str | None = None
 
     def kill(self) -> None:
         """As SIGKILL: from now on nothing answers, and all that it held is gone."""
+        self.is_dead = True
         self._failure = f"rank {self._dp_rank} was killed"
         self.host.close()
 
     def freeze(self) -> None:
         """As SIGSTOP: from now on nothing answers, but what it holds is still there."""
-        self._failure = f"rank {self._dp_rank} is silent"
+        if not self.is_dead:
+            self._failure = f"rank {self._dp_rank} is silent"
 
     def thaw(self) -> None:
         """As SIGCONT."""
-        self._failure = None
+        if not self.is_dead:
+            self._failure = None
 
     def restart(self) -> None:
         """Start again, empty, in a new epoch."""
         self.host.close()
-        self.host = RankHost(self.config, self._dp_rank)
+        self.host = RankHost(self.config, self._dp_rank, clock=self._clock)
+        self.is_dead = False
         self._failure = None
 
     def info(self) -> RankInfo:
@@ -132,7 +147,7 @@ class LoopbackRank(RemoteRank):
         return _copy(self._open_host().poll(self.driver_id, session, seen, wait_s))
 
     def beat(self) -> None:
-        """See RankHandle; here it takes no time."""
+        """See RankHandle; here a rank that is back is there at once."""
         if self._is_closed:
             return
         try:
@@ -141,6 +156,8 @@ class LoopbackRank(RemoteRank):
             self.lose(str(error))
         else:
             self.hear(health)
+            if self._welcomer is not None:
+                self._welcomer.join()
 
     def close(self) -> None:
         """See RankHandle."""

@@ -176,6 +176,10 @@ class LedgerBlockManager(BlockManager):
         """Without a prefix cache: 0."""
         return 0
 
+    def retire(self, weights_version: int) -> int:  # noqa: ARG002 - nothing is cached
+        """Without a prefix cache: nothing, 0."""
+        return 0
+
     def reset_prefix_cache(self) -> int:
         """Without a prefix cache: nothing, 0."""
         return 0

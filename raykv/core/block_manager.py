@@ -14,16 +14,15 @@ from .explain import MissReport, TokenRow, explain
 from .ledger import PIN_MASK, REF, USE
 from .manager import AdmitRequest, Admitted
 from .namespace import DEFAULT, Namespace
-from .prefix_cache import Path, PrefixCache, path_ids, path_length
+from .prefix_cache import PrefixCache
 from .retention import DEFAULT_RETENTION, Retention
+from .runs import Path, Run, path_ids, path_length
 from .tokens import Index, TokenIds, as_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from numpy.typing import NDArray
-
-    from .runs import Run
 
 
 class BlockManagerImpl(LedgerBlockManager):
@@ -154,6 +153,11 @@ class BlockManagerImpl(LedgerBlockManager):
             return None
         tokens, namespace = content
         return self.prefix_hashes(tokens, namespace=namespace)[-1]
+
+    def retire(self, weights_version: int) -> int:
+        """See BlockManager."""
+        self._settle_dropped()
+        return self._cache.retire(weights_version)
 
     @property
     def num_evictable_blocks(self) -> int:

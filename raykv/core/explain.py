@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .namespace import MultimodalItems, Namespace
-from .prefix_cache import path_length
-from .runs import Root, Run
+from .runs import Root, Run, path_length
 
 if TYPE_CHECKING:
     from .prefix_cache import PrefixCache

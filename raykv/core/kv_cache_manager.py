@@ -28,7 +28,7 @@ class Room(NamedTuple):
     num_free_single_blocks: int
 
 
-NO_ROOM = Room(-(1 << 62), -(1 << 62), -1)
+NO_ROOM = Room(-(1 << 62), -(1 << 62), -(1 << 62))
 """Of a rank that is lost: chosen only if all are."""
 
 

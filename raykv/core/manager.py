@@ -187,6 +187,17 @@ class BlockManager(ABC):
         """
 
     @abstractmethod
+    def retire(self, weights_version: int) -> int:
+        """Let the cached blocks of this version of the weights go before all others.
+
+        That holds for good, also for blocks that are published or released later, and under every
+        eviction policy. They can be matched as long as they are there.
+
+        Returns:
+            How many of them are evictable now.
+        """
+
+    @abstractmethod
     def check_integrity(self) -> None:
         """Recompute all books from scratch.
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from raykv.errors import IntegrityError
 
 from .ledger import PIN, PIN_MASK
+from .retired_order import RetiredFirst
 from .runs import Run
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ def audit(cache: PrefixCache) -> None:
     for run in runs:
         ids = run.ids[: run.length]
         _require(cache._runs[run.index] is run, "a run is not at its index")
+        _require(cache.roots.get(run.root.root_key) is run.root, "a run knows another root")
         _require(run.length > 0 and bool((run_of[ids] < 0).all()), "a block stands twice")
         run_of[ids] = run.index
         if run.protected and run.parent is not None and run.parent.parent is not None:
@@ -40,12 +42,21 @@ def audit(cache: PrefixCache) -> None:
         _check_protected(run, counts)
     _require(np.array_equal(run_of, cache.run_of), "run_of disagrees with the tree")
     _require(stretches <= cache._order.entries(), "the eviction order misses a stretch")
+    _check_retired(cache, runs)
     evictable = sum(run.length - run.protected for run in runs)
     _require(evictable == cache.num_evictable, "the count of evictable blocks is wrong")
     _require(len(cache) == int((run_of >= 0).sum()), "the count of cached blocks is wrong")
     _require(sum(run is not None for run in cache._runs) == len(runs), "a run was lost")
     got = np.where(counts > 0, counts & PIN_MASK, 0)
     _require(np.array_equal(got, pins), "the pins of children are wrong")
+
+
+def _check_retired(cache: PrefixCache, runs: list[Run]) -> None:
+    if isinstance(cache._order, RetiredFirst):
+        versions, queued = cache._order.versions, cache._order.retired.entries()
+        retired = [run for run in runs if run.root.weights_version in versions]
+        stretches = {(run, stamp) for run in retired for _, stamp in run.tails()}
+        _require(stretches <= queued, "a retired stretch would not go first")
 
 
 def _runs(cache: PrefixCache) -> list[Run]:

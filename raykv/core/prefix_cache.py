@@ -22,18 +22,16 @@ from collections.abc import Hashable
 import numpy as np
 from numpy.typing import NDArray
 
-from .eviction_order import make_order
+from .eviction_order import EvictionOrder, make_order
 from .ledger import PIN, Ledger
 from .namespace import DEFAULT, MultimodalItems, Namespace, RootKey
 from .prefix_audit import audit
 from .retention import DEFAULT_RETENTION, Retention
-from .runs import ChildKey, Root, Run
+from .retired_order import RetiredFirst
+from .runs import ChildKey, Path, Root, Run, path_ids, path_length
 from .tokens import NO_INDEX, Index, TokenIds, as_tokens
 
 _MAX_TRIED = 4
-
-Path = list[tuple[Run, int]]
-"""A match: runs from the root down, each with the number of its leading blocks that match."""
 
 
 class PrefixCache:
@@ -58,7 +56,7 @@ class PrefixCache:
         self._runs: list[Run | None] = []
         self._free_indices: list[int] = []
         self._eviction = eviction
-        self._order = make_order(eviction, len(ledger.counts))
+        self._order: EvictionOrder = make_order(eviction, len(ledger.counts))
         self.now_s = 0.0
         self._clock = 0  # counts releases
         self._compact_at = 64
@@ -211,6 +209,20 @@ class PrefixCache:
         self.num_evicted += len(ids)
         return ids
 
+    def retire(self, version: int) -> int:
+        """Evict what these weights computed before all else, also what is released later.
+
+        Returns:
+            Their blocks that are evictable now.
+        """
+        runs = [
+            run for run in self._runs if run is not None and run.root.weights_version == version
+        ]
+        if not isinstance(self._order, RetiredFirst):
+            self._order = RetiredFirst(self._order)
+        self._order.retire(version, runs)
+        return sum(run.length - run.protected for run in runs)
+
     def was_evicted(
         self, run: Run, at: int, tokens: NDArray[np.int32], items: MultimodalItems
     ) -> bool:
@@ -229,7 +241,9 @@ class PrefixCache:
         self._runs.clear()
         self._free_indices.clear()
         self._ghosts.clear()
-        self._order = make_order(self._eviction, len(self._counts))
+        before, self._order = self._order, make_order(self._eviction, len(self._counts))
+        if isinstance(before, RetiredFirst):
+            self._order = RetiredFirst(self._order, before.versions)
         return ids
 
     def content(self, block_id: int) -> tuple[TokenIds, Namespace] | None:
@@ -375,21 +389,3 @@ class PrefixCache:
             IntegrityError: something disagrees.
         """
         audit(self)
-
-
-def path_length(path: Path) -> int:
-    """Blocks along a match."""
-    return sum(count for _, count in path)
-
-
-def path_ids(path: Path) -> Index:
-    """Ids along a match, int64 [n].
-
-    May alias a run's array: its blocks keep their places there as long as somebody holds them.
-    """
-    if not path:
-        return NO_INDEX
-    if len(path) == 1:
-        run, count = path[0]
-        return run.ids[:count]
-    return np.concatenate([run.ids[:count] for run, count in path])

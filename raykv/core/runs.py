@@ -49,16 +49,20 @@ class Run:
         older_tails: ``(start, stamp)`` of the stretches behind it, deepest first; see ``tails``.
         anchors: where children hang; None until an eviction policy asks for the deepest.
         retention: how dearly it is kept; ``expires_s`` is when that ends.
+        root: the tree it belongs to.
         score: what the eviction policy gave it last.
     """
 
     __slots__ = (
         "anchors", "children", "depth", "expires_s", "ids", "index", "items", "key", "length",
-        "older_tails", "parent", "protected", "rest", "retention", "score", "serial", "stamp",
+        "older_tails", "parent", "protected", "rest", "retention", "root", "score", "serial",
+        "stamp",
     )  # fmt: skip
 
     def __init__(self, parent: Run | None, key: ChildKey, depth: int, index: int) -> None:
         self.parent = parent
+        if parent is not None:
+            self.root: Root = parent.root
         self.key = key
         self.depth = depth
         self.index = index
@@ -252,4 +256,32 @@ class Root(Run):
 
     def __init__(self, root_key: RootKey) -> None:
         super().__init__(None, (0, b"", ()), 0, -1)
+        self.root = self
         self.root_key = self.serial = root_key
+
+    @property
+    def weights_version(self) -> int:
+        """The version of the weights that computed its runs."""
+        return self.root_key[2]
+
+
+Path = list[tuple[Run, int]]
+"""A match: runs from the root down, each with the number of its leading blocks that match."""
+
+
+def path_length(path: Path) -> int:
+    """Blocks along a match."""
+    return sum(count for _, count in path)
+
+
+def path_ids(path: Path) -> Index:
+    """Ids along a match, int64 [n].
+
+    May alias a run's array: its blocks keep their places there as long as somebody holds them.
+    """
+    if not path:
+        return NO_INDEX
+    if len(path) == 1:
+        run, count = path[0]
+        return run.ids[:count]
+    return np.concatenate([run.ids[:count] for run, count in path])

@@ -2,6 +2,7 @@
 
 from .batch import ModelRunner, StepBatch
 from .engine import Engine, EngineStats
+from .lifecycle import Lifecycle
 from .params import (
     EngineLimits,
     GenerationRequest,
@@ -11,17 +12,21 @@ from .params import (
     TokenOutput,
 )
 from .scheduler import Scheduler
+from .weights import ReloadableRunner, WeightsStatus
 
 __all__ = [
     "Engine",
     "EngineLimits",
     "EngineStats",
     "GenerationRequest",
+    "Lifecycle",
     "ModelRunner",
+    "ReloadableRunner",
     "SamplingParams",
     "Scheduler",
     "StepBatch",
     "StopReason",
     "TokenDelta",
     "TokenOutput",
+    "WeightsStatus",
 ]

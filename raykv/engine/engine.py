@@ -13,10 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raykv.core.sequence import Sequence
-from raykv.errors import RaykvError, RequestError
+from raykv.errors import IntegrityError, RaykvError, RequestError
 from raykv.rank import RankKV
 
 from .batch import ModelRunner, StepBatch
+from .lifecycle import Lifecycle
 from .params import EngineLimits, GenerationRequest, SamplingParams, StopReason, TokenDelta
 from .sampler import log_probs, sample, top
 from .scheduler import Scheduler, Task
@@ -59,6 +60,10 @@ class Engine:
         eos_token_ids: tokens that end an output.
         detokenize: turns tokens into text, for stop strings.
         clock: seconds, for the timings that outputs report; decisions never look at it.
+
+    Attributes:
+        scheduler: who computes when.
+        lifecycle: its weights versions and sleep.
     """
 
     def __init__(
@@ -84,19 +89,23 @@ class Engine:
             max_num_batched_tokens=max_num_batched_tokens,
             shares_prefixes=rank_kv.config.enable_prefix_cache,
         )
+        self.scheduler.begin_version(rank_kv.weights_version)
+        self.lifecycle = Lifecycle(rank_kv, self)
         self._eos = frozenset(eos_token_ids)
         self._detokenize = detokenize
         self._clock = clock
         self._arrivals = itertools.count()
         self._tasks: dict[tuple[str, str], Task] = {}  # by driver id and request id
-        self._aborted: list[tuple[str, TokenDelta]] = []
+        self._ended: list[tuple[str, TokenDelta]] = []  # between steps; the next one reports them
         self._num_steps = self._num_computed = self._num_generated = 0
         self._model_s = self._step_s = 0.0
 
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._tasks or self._aborted)
+        if self._ended or self.lifecycle.has_work:
+            return True
+        return bool(self._tasks) and not self.lifecycle.asleep
 
     def submit(self, requests: Iterable[GenerationRequest], driver_id: str = "") -> None:
         """Take requests into the waiting line, all or none.
@@ -106,11 +115,12 @@ class Engine:
             driver_id: who asks; request ids are unique per driver.
 
         Raises:
-            RequestError: one can never be served, or its id is in use.
+            RequestError: one can never be served, asks for other weights, or its id is in use.
         """
         accepted: dict[tuple[str, str], GenerationRequest] = {}
         for request in requests:
             self.limits.check(request)
+            self._check_version(request)
             key = driver_id, request.request_id
             if key in self._tasks or key in accepted:
                 raise RequestError(f"request {key[1]} exists already: use a fresh id")
@@ -134,6 +144,7 @@ class Engine:
                 _seed(request),
                 log_probs=list(before.log_probs),
                 top_log_probs=list(before.top_log_probs),
+                weights_versions=list(before.weights_versions),
                 times=[self._clock()],
             )
             self._tasks[key] = task
@@ -149,13 +160,31 @@ class Engine:
             if task is not None:
                 output = task.output("abort", self.kv.dp_rank, self._clock())
                 self.scheduler.remove(task)
-                self._aborted.append((driver_id, TokenDelta(request_id, output=output)))
+                self._ended.append((driver_id, TokenDelta(request_id, output=output)))
+
+    def abort_all(self) -> None:
+        """End all requests of all drivers; the next step reports them."""
+        for driver_id, request_id in list(self._tasks):
+            self.abort([request_id], driver_id)
+
+    def begin_version(self, version: int) -> None:
+        """Serve under these weights from now on; the KV and the model know of them already.
+
+        Requests that insist on another version and have not started fail.
+        """
+        self.scheduler.begin_version(version)
+        for task in list(self.scheduler.waiting):
+            try:
+                if not task.has_started:
+                    self._check_version(task.request)
+            except RequestError as error:
+                self._ended.append((task.driver_id, self._fail(task, "the update", error)))
 
     def drop(self, driver_id: str) -> None:
         """End all requests of a driver, and report nothing: it does not listen any more."""
         for key in [key for key in self._tasks if key[0] == driver_id]:
             self.scheduler.remove(self._tasks.pop(key))
-        self._aborted = [entry for entry in self._aborted if entry[0] != driver_id]
+        self._ended = [entry for entry in self._ended if entry[0] != driver_id]
 
     def step(self) -> list[tuple[str, TokenDelta]]:
         """Run the model once over what the scheduler chose.
@@ -167,13 +196,41 @@ class Engine:
         publishing it; the others go on.
         """
         start = self._clock()
-        deltas, self._aborted = self._aborted, []
+        self.lifecycle.advance()
+        deltas, self._ended = self._ended, []
+        if self.lifecycle.asleep:
+            return deltas
         step = self.scheduler.schedule()
         failed, self.scheduler.failed = self.scheduler.failed, []
         for task, error in dict(failed).items():
             deltas.append((task.driver_id, self._fail(task, "admission", error)))
-        if not step:
-            return deltas
+        return deltas + self._compute(step, start) if step else deltas
+
+    def stats(self) -> EngineStats:
+        """Totals since the start."""
+        return EngineStats(
+            num_waiting=len(self.scheduler.waiting),
+            num_running=len(self.scheduler.running),
+            num_steps=self._num_steps,
+            num_computed_tokens=self._num_computed,
+            num_generated_tokens=self._num_generated,
+            num_preemptions=self.scheduler.num_preemptions,
+            model_s=self._model_s,
+            step_s=self._step_s,
+        )
+
+    def check_integrity(self) -> None:
+        """Check the scheduler's lines, versions and the rank's books; raises IntegrityError."""
+        self.scheduler.check_integrity()
+        self.kv.check_integrity()
+        for task in self.scheduler.running:
+            version = task.sequence.namespace.weights_version
+            if version != self.kv.weights_version and not self.kv.is_outdated(task.sequence):
+                raise IntegrityError(f"{task.sequence!r} would publish under version {version}")
+
+    def _compute(self, step: list[tuple[Task, int]], start: float) -> list[tuple[str, TokenDelta]]:
+        """Run the model over a step that began at ``start``, and take what it produced."""
+        deltas: list[tuple[str, TokenDelta]] = []
         for task, _ in step:
             if len(task.times) == 1:
                 task.times.append(start)
@@ -182,9 +239,7 @@ class Engine:
             self._copy_forked()
             logits = self._forward(self._batch(step))
         except Exception as error:  # noqa: BLE001 - whatever the model throws must not end the rank
-            return deltas + [
-                (task.driver_id, self._fail(task, "the model", error)) for task, _ in step
-            ]
+            return [(task.driver_id, self._fail(task, "the model", error)) for task, _ in step]
         now = self._clock()
         self._model_s += now - begin
         rows = iter(logits)
@@ -202,24 +257,6 @@ class Engine:
         self._num_computed += sum(count for _, count in step)
         self._step_s += self._clock() - start
         return deltas
-
-    def stats(self) -> EngineStats:
-        """Totals since the start."""
-        return EngineStats(
-            num_waiting=len(self.scheduler.waiting),
-            num_running=len(self.scheduler.running),
-            num_steps=self._num_steps,
-            num_computed_tokens=self._num_computed,
-            num_generated_tokens=self._num_generated,
-            num_preemptions=self.scheduler.num_preemptions,
-            model_s=self._model_s,
-            step_s=self._step_s,
-        )
-
-    def check_integrity(self) -> None:
-        """Check the scheduler's lines and the rank's books; raises IntegrityError."""
-        self.scheduler.check_integrity()
-        self.kv.check_integrity()
 
     def _forward(self, batch: StepBatch) -> NDArray[np.float32]:
         logits = self.model.forward(batch)
@@ -271,6 +308,8 @@ class Engine:
         sequence.append(token)
         chosen: tuple[float, ...] = ()
         likeliest: tuple[tuple[tuple[int, float], ...], ...] = ()
+        version = self.kv.weights_version
+        task.weights_versions.append(version)
         if params.logprobs:
             values = log_probs(logits)
             chosen = (float(values[token]),)
@@ -285,11 +324,15 @@ class Engine:
         except Exception as error:  # noqa: BLE001 - whatever the tokenizer throws, likewise
             return self._fail(task, "the tokenizer", error)
         if reason is None:
-            return TokenDelta(task.request.request_id, (token,), chosen, likeliest)
+            return TokenDelta(
+                task.request.request_id, (token,), chosen, likeliest, weights_version=version
+            )
         output = task.output(reason, self.kv.dp_rank, now)
         del self._tasks[task.driver_id, task.request.request_id]
         self.scheduler.remove(task)
-        return TokenDelta(task.request.request_id, (token,), chosen, likeliest, output)
+        return TokenDelta(
+            task.request.request_id, (token,), chosen, likeliest, output, weights_version=version
+        )
 
     def _stop_reason(self, task: Task, token: int, params: SamplingParams) -> StopReason | None:
         if token in params.stop_token_ids or (token in self._eos and not params.ignore_eos):
@@ -303,6 +346,14 @@ class Engine:
         if num_produced >= params.max_tokens or sequence.num_tokens >= self.limits.max_model_len:
             return "length"
         return None
+
+    def _check_version(self, request: GenerationRequest) -> None:
+        asked, served = request.namespace.weights_version, self.kv.weights_version
+        if asked not in {0, served}:
+            raise RequestError(
+                f"{request.request_id}: it asks for weights version {asked}, but rank "
+                f"{self.kv.dp_rank} serves {served}: ask for that, or for 0, whichever is served"
+            )
 
     def _fail(self, task: Task, culprit: str, error: Exception) -> TokenDelta:
         request_id = task.request.request_id

@@ -1,8 +1,9 @@
 """Runs a Hugging Face causal language model whose keys and values live in a rank's KVBuffers."""
 
 import inspect
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ except ImportError as error:
     ) from error
 
 from raykv.engine.batch import StepBatch
+from raykv.engine.hf_weights import ModelWeights, Reader, Staged, give_back_device_memory
 from raykv.engine.model_store import quiet_transformers
 from raykv.engine.paged_attention import (
     IMPLEMENTATION,
@@ -28,6 +30,7 @@ from raykv.engine.paged_attention import (
     PagedStep,
     paged_attention,
 )
+from raykv.engine.weights import PackedTensor
 from raykv.errors import ConfigError, NotSupportedError
 from raykv.memory.buffers import KVBuffers
 from raykv.memory.copies import copy_blocks
@@ -36,6 +39,9 @@ from raykv.memory.xp import Device
 
 # One entry for the whole process: the function keeps no state, each call brings its own.
 transformers.AttentionInterface.register(IMPLEMENTATION, paged_attention)
+
+
+_loading = threading.Lock()
 
 
 class HFModelRunner:
@@ -50,6 +56,7 @@ class HFModelRunner:
         model: a causal language model in its final dtype, on its final device. The runner takes
             it over: its attention is switched, and it no longer runs on its own.
         block_size: tokens per KV block.
+        reader: reads the weights again by name, after they were dropped.
 
     Raises:
         NotSupportedError: the model has layers that causal attention over blocks cannot express.
@@ -63,7 +70,7 @@ class HFModelRunner:
             which is the total with the rest of the model.
     """
 
-    def __init__(self, model: Any, block_size: int) -> None:
+    def __init__(self, model: Any, block_size: int, reader: Reader | None = None) -> None:
         config = model.config
         check_supported(config)
         self.vocab_size: int = config.vocab_size
@@ -85,6 +92,7 @@ class HFModelRunner:
         self._buffers: KVBuffers | None = None
         self._kv: PagedKV | None = None
         self._model = model.eval()
+        self._weights = ModelWeights(model, reader)
         self._device: Device = "cuda" if model.device.type == "cuda" else "cpu"
         parameters = inspect.signature(model.forward).parameters
         # transformers renamed the argument in 5.2x, and warns about the old name.
@@ -108,7 +116,12 @@ class HFModelRunner:
             ConfigError: files are missing or damaged.
             NotSupportedError: raykv cannot run this kind of model; found before weights are read.
         """
-        return cls(load_model(model, dtype=dtype, device=device), block_size)
+
+        def reread() -> Mapping[str, Any]:
+            tensors: Mapping[str, Any] = load_model(model, dtype=dtype).state_dict()
+            return tensors
+
+        return cls(load_model(model, dtype=dtype, device=device), block_size, reread)
 
     def bind(self, buffers: KVBuffers) -> None:
         """Use these buffers from now on; zeroes their padding block.
@@ -128,6 +141,28 @@ class HFModelRunner:
             )
         self._buffers = buffers
         self._kv = PagedKV(buffers)
+
+    def unbind(self) -> None:
+        """Let go of the buffers, and of scratch memory."""
+        self._buffers = self._kv = None
+        give_back_device_memory()
+
+    def stage(self, weights: str | dict[str, PackedTensor]) -> Staged:
+        """See ReloadableRunner."""
+        return self._weights.stage(weights)
+
+    @property
+    def can_reload(self) -> bool:
+        """See ReloadableRunner."""
+        return self._weights.reader is not None
+
+    def reload(self) -> Staged:
+        """See ReloadableRunner."""
+        return self._weights.reload()
+
+    def drop(self) -> None:
+        """See ReloadableRunner."""
+        self._weights.drop()
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """See ModelRunner."""
@@ -197,7 +232,8 @@ def load_model(model: str | Path, *, dtype: KVDtype = "float32", device: Device 
         NotSupportedError: raykv cannot run this kind of model.
     """
     try:
-        with quiet_transformers():
+        # Loading changes settings of the whole process for a while, so one at a time.
+        with _loading, quiet_transformers():
             config = transformers.AutoConfig.from_pretrained(str(model))
             check_supported(config)
             loaded, info = transformers.AutoModelForCausalLM.from_pretrained(

@@ -94,17 +94,21 @@ class Produced:
         token_ids: the tokens.
         log_probs: of each of them, if asked for.
         top_log_probs: the likeliest tokens at each, if asked for.
+        weights_versions: of the weights behind each.
     """
 
     token_ids: tuple[int, ...] = ()
     log_probs: tuple[float, ...] = ()
     top_log_probs: tuple[tuple[tuple[int, float], ...], ...] = ()
+    weights_versions: tuple[int, ...] = ()
 
-    def __add__(self, more: Produced) -> Produced:
+    def with_delta(self, delta: TokenDelta) -> Produced:
+        """The same and what came next."""
         return Produced(
-            self.token_ids + more.token_ids,
-            self.log_probs + more.log_probs,
-            self.top_log_probs + more.top_log_probs,
+            self.token_ids + delta.token_ids,
+            self.log_probs + delta.log_probs,
+            self.top_log_probs + delta.top_log_probs,
+            self.weights_versions + (delta.weights_version,) * len(delta.token_ids),
         )
 
 
@@ -119,7 +123,8 @@ class GenerationRequest:
         request_id: unique among the requests of its driver.
         token_ids: int32 [n], the prompt.
         params: how to continue it.
-        namespace: with whom its KV may be shared.
+        namespace: with whom its KV may be shared. Its weights version is 0 for whichever is served
+            when the request is admitted, or the one that must be.
         sample_index: which of the ``params.n`` continuations it is.
         prompt_id: equal for the continuations of one prompt, which share its blocks.
         call_id: equal for all prompts of one call.
@@ -156,7 +161,9 @@ class TokenOutput:
         num_cached_tokens: prompt tokens that the first admission found in the prefix cache.
         num_preempted: times that its memory was taken away and recomputed.
         num_failed_over: times that its rank was lost and another one went on.
-        weights_version: version of the weights that produced it.
+        weights_version: version of the weights that produced its last token; without any, of those
+            that were to.
+        weights_versions: the same of each token.
         top_log_probs: per token the likeliest tokens and their log-probabilities.
         sample_index: which of the ``n`` continuations it is.
         miss: why the first admission found no more there; None for a sample that was forked from
@@ -175,6 +182,7 @@ class TokenOutput:
     num_preempted: int = 0
     num_failed_over: int = 0
     weights_version: int = 0
+    weights_versions: tuple[int, ...] = ()
     top_log_probs: tuple[tuple[tuple[int, float], ...], ...] = ()
     text: str = ""
     sample_index: int = 0
@@ -196,6 +204,7 @@ class TokenDelta:
         top_log_probs: the likeliest tokens at each, if asked for.
         output: the finished output, with the last delta.
         error: why the request failed, in place of an output.
+        weights_version: version of the weights that the new tokens came from.
     """
 
     request_id: str
@@ -204,6 +213,7 @@ class TokenDelta:
     top_log_probs: tuple[tuple[tuple[int, float], ...], ...] = ()
     output: TokenOutput | None = None
     error: RaykvError | None = None
+    weights_version: int = 0
 
     @property
     def is_last(self) -> bool:

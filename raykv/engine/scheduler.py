@@ -7,7 +7,7 @@ at least one token to compute; one that has just one left decodes, the others pr
 from __future__ import annotations
 
 import bisect
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -38,6 +38,7 @@ class Task:
         num_bypassed: times that a later request was admitted while this one headed the line.
         log_probs: per produced token, if asked for.
         top_log_probs: likewise.
+        weights_versions: per produced token, the version of the weights that it came from.
         times: seconds on the engine's clock when it was submitted, first computed, and when its
             first token came.
     """
@@ -53,12 +54,18 @@ class Task:
     num_bypassed: int = 0
     log_probs: list[float] = field(default_factory=list)
     top_log_probs: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
+    weights_versions: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
 
     @property
     def num_remaining(self) -> int:
         """Tokens that are known but not computed."""
         return self.sequence.num_tokens - self.sequence.kv_state.num_computed_tokens
+
+    @property
+    def has_started(self) -> bool:
+        """Whether it was admitted before, though it may have been preempted since."""
+        return self.num_cached_tokens is not None
 
     @property
     def produced(self) -> tuple[int, ...]:
@@ -69,6 +76,7 @@ class Task:
     def output(self, stop_reason: str, dp_rank: int, now: float) -> TokenOutput:
         """What the caller gets."""
         marks = [*self.times, *[now] * (4 - len(self.times))]
+        versions = self.weights_versions
         return TokenOutput(
             request_id=self.request.request_id,
             token_ids=self.produced,
@@ -77,7 +85,8 @@ class Task:
             num_cached_tokens=self.num_cached_tokens or 0,
             num_preempted=self.num_preempted,
             num_failed_over=self.request.num_failed_over,
-            weights_version=self.request.namespace.weights_version,
+            weights_version=(versions or [self.sequence.namespace.weights_version])[-1],
+            weights_versions=tuple(versions),
             top_log_probs=tuple(self.top_log_probs),
             sample_index=self.request.sample_index,
             miss=self.miss,
@@ -102,6 +111,8 @@ class Scheduler:
         running: tasks with memory, oldest first.
         num_preemptions: how often memory was taken away, since the start.
         failed: tasks whose admission raised, with the error; the engine ends them.
+        is_draining: admit nobody who has not been admitted before, and fork nothing.
+        weights_version: what tasks are admitted under.
     """
 
     def __init__(
@@ -116,6 +127,8 @@ class Scheduler:
         self.running: list[Task] = []
         self.num_preemptions = 0
         self.failed: list[tuple[Task, Exception]] = []
+        self.is_draining = False
+        self.weights_version = 0
         self._kv = kv
         self._max_num_seqs = max_num_seqs
         self._shares_prefixes = shares_prefixes
@@ -124,6 +137,7 @@ class Scheduler:
 
     def add(self, task: Task) -> None:
         """Put a task into the line, at the place of its arrival."""
+        self._name_version(task)
         bisect.insort(self.waiting, task, key=_arrival)
 
     def remove(self, task: Task, *, publish: bool = True) -> None:
@@ -133,6 +147,23 @@ class Scheduler:
             self._kv.deallocate(task.sequence)
         else:
             self._kv.deallocate_without_cache(task.sequence)
+
+    @property
+    def has_started(self) -> bool:
+        """Whether a task is under way, with memory or preempted."""
+        return bool(self.running) or any(task.has_started for task in self.waiting)
+
+    def begin_version(self, version: int) -> None:
+        """Admit under these weights from now on; who runs keeps the version of its admission."""
+        self.weights_version = version
+        self.is_draining = False
+        for task in self.waiting:
+            self._name_version(task)
+
+    def preempt_all(self) -> None:
+        """Take all memory away; everybody goes back into the line."""
+        while self.running:
+            self._preempt(self.running[-1])
 
     def schedule(self) -> list[tuple[Task, int]]:
         """Tasks of the next step with the tokens each computes: decodes first, then prefills."""
@@ -159,7 +190,7 @@ class Scheduler:
 
         Those that find no place stay in line, and find the prompt in the prefix cache later.
         """
-        if not _will_fork(task):
+        if self.is_draining or not _will_fork(task):
             return []
         started = []
         for sample in [other for other in self.waiting if _is_same_prompt(task, other)]:
@@ -194,20 +225,30 @@ class Scheduler:
 
         The oldest is overtaken a bounded number of times, so that small requests cannot starve it.
         """
-        for index, task in enumerate(self.waiting[: 1 + _MAX_LOOKAHEAD]):
-            if index and self.waiting[0].num_bypassed >= _MAX_BYPASSES:
+        line = self.waiting
+        if self.is_draining:
+            line = [task for task in line if task.has_started]
+        for index, task in enumerate(line[: 1 + _MAX_LOOKAHEAD]):
+            if index and line[0].num_bypassed >= _MAX_BYPASSES:
                 return None
             if self._awaits(task) or not self._allocate(task):
                 continue
             if index:
-                self.waiting[0].num_bypassed += 1
-            del self.waiting[index]
+                line[0].num_bypassed += 1
+            self.waiting.remove(task)
             bisect.insort(self.running, task, key=_arrival)
             if task.num_cached_tokens is None:
                 task.num_cached_tokens = task.sequence.kv_state.num_computed_tokens
                 task.miss = self._kv.explain(task.sequence)
             return task
         return None
+
+    def _name_version(self, task: Task) -> None:
+        """Let a task that waits share and publish KV of the present weights."""
+        namespace = task.request.namespace
+        if namespace.weights_version != self.weights_version:
+            namespace = replace(namespace, weights_version=self.weights_version)
+        task.sequence.namespace = namespace
 
     def _allocate(self, task: Task) -> bool:
         try:
@@ -272,8 +313,9 @@ def _is_same_prompt(task: Task, other: Task) -> bool:
         and task.driver_id == other.driver_id
         and bool(ours.prompt_id)
         and ours.prompt_id == theirs.prompt_id
-        # Ids are the callers' to choose, so they prove nothing.
-        and ours.namespace == theirs.namespace
+        # Ids are the callers' to choose, so they prove nothing; and who waits runs under the
+        # present weights, which need not be those of who runs.
+        and task.sequence.namespace == other.sequence.namespace
         and np.array_equal(ours.token_ids, theirs.token_ids)
     )
 

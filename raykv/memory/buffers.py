@@ -35,7 +35,8 @@ class KVBuffers:
         num_blocks: Blocks, with the padding block.
         device: Where the memory lies.
         xp: The array module, ``numpy`` or ``cupy``.
-        storage: Contiguous array ``[num_blocks, block_elements]`` of ``spec.storage_dtype``.
+        storage: Contiguous array ``[num_blocks, block_elements]`` of ``spec.storage_dtype``; of no
+            blocks while the memory is released.
 
     Args:
         spec: The layout of a block.
@@ -57,17 +58,36 @@ class KVBuffers:
         self.num_blocks = num_blocks
         self.device: Device = resolve_device(device)
         self.xp = array_module(self.device)
-        _check_fits(spec, num_blocks, self.device, self.xp)
-        shape = (num_blocks, spec.block_elements)
-        try:
-            self.storage: Any = self.xp.zeros(shape, dtype=spec.storage_dtype)
-        except MemoryError as error:  # CuPy's out-of-memory error derives from it
-            raise _too_large(spec, num_blocks, self.device, f"allocation failed: {error}") from None
+        self.storage: Any = None
+        self._allocate()
 
     @property
     def nbytes(self) -> int:
         """Bytes of the storage."""
-        return self.num_blocks * self.spec.block_bytes
+        return int(self.storage.nbytes)
+
+    @property
+    def is_released(self) -> bool:
+        """Whether there is no memory now; see ``release``."""
+        return len(self.storage) < self.num_blocks
+
+    def release(self) -> None:
+        """Let go of the memory, what lies in it included; idempotent.
+
+        It goes back to the system with the last view of it.
+        """
+        self.storage = self.xp.empty((0, self.spec.block_elements), dtype=self.spec.storage_dtype)
+        if self.device == "cuda":
+            self.xp.get_default_memory_pool().free_all_blocks()
+
+    def restore(self) -> None:
+        """Take memory again after ``release``; it starts as zeros. Idempotent.
+
+        Raises:
+            ConfigError: It does not fit any more.
+        """
+        if self.is_released:
+            self._allocate()
 
     def view(self, layer: int, name: str) -> Any:
         """Return one tensor of one layer over all blocks, without copying.
@@ -77,9 +97,11 @@ class KVBuffers:
             appears as ``uint16`` bit patterns. Writes go to the storage.
 
         Raises:
-            ValueError: There is no such layer or tensor.
+            ValueError: There is no such layer or tensor, or the memory is released.
         """
         offset, tensor = self.spec.locate(layer, name)
+        if self.is_released:
+            raise ValueError("the KV memory is released: call restore() (or wake_up()) first")
         elements = tensor.token_elements * self.spec.block_size
         rows = self.storage[:, offset : offset + elements]
         return rows.reshape(self.num_blocks, self.spec.block_size, *tensor.shape)
@@ -127,6 +149,15 @@ class KVBuffers:
             tokens = (tokens.astype(np.uint32) << 16).view(np.float32)
         values: NDArray[Any] = tokens
         return values
+
+    def _allocate(self) -> None:
+        _check_fits(self.spec, self.num_blocks, self.device, self.xp)
+        shape = (self.num_blocks, self.spec.block_elements)
+        try:
+            self.storage = self.xp.zeros(shape, dtype=self.spec.storage_dtype)
+        except MemoryError as error:  # CuPy's out-of-memory error derives from it
+            why = f"allocation failed: {error}"
+            raise _too_large(self.spec, self.num_blocks, self.device, why) from None
 
 
 def _check_fits(spec: KVSpec, num_blocks: int, device: Device, xp: Any) -> None:

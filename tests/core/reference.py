@@ -76,6 +76,7 @@ class ReferenceManager:
         tree: content name -> id.
         event_of: evictable id -> number of the release that made it evictable.
         stale: ids in use that were computed before a reset.
+        retired: versions of the weights whose blocks go first.
     """
 
     num_blocks: int
@@ -88,6 +89,7 @@ class ReferenceManager:
     event_of: dict[int, int] = field(default_factory=dict)
     stale: set[int] = field(default_factory=set)
     event: int = 0
+    retired: set[int] = field(default_factory=set)
 
     def __post_init__(self):
         self.free = set(range(1, self.num_blocks))
@@ -158,13 +160,19 @@ class ReferenceManager:
         return self._adopt(Handle(list(ids)))
 
     def check_victims(self, evicted: set[int]) -> None:
-        """No parent before its child, nothing held; for LRU the oldest release first."""
+        """No parent before its child, nothing held, retired first; for LRU the oldest release."""
         evictable, key_of = self.evictable(), self.key_of
         if not evicted <= evictable:
             raise ReferenceViolationError(
                 f"evicted {sorted(evicted - evictable)}, which are not evictable"
             )
-        for victim in evicted if self.is_lru else ():
+        retired = {i for key, i in self.tree.items() if key.root[2] in self.retired}
+        if evicted - retired and evictable & retired - evicted:
+            raise ReferenceViolationError(
+                f"evicted {sorted(evicted - retired)} before the retired"
+                f" {sorted(evictable & retired - evicted)}"
+            )
+        for victim in evicted - retired if self.is_lru else ():
             for kept in evictable - evicted:
                 if self.event_of[kept] < self.event_of[victim]:
                     raise ReferenceViolationError(
@@ -283,6 +291,11 @@ class ReferenceManager:
         self.stale = set(self.references())
         self._settle()
         return num_entries
+
+    def retire(self, weights_version: int) -> int:
+        self.retired.add(weights_version)
+        key_of = self.key_of
+        return sum(key_of[i].root[2] == weights_version for i in self.evictable())
 
     # -- the one place where blocks become free or evictable -----------------------------------
 

@@ -43,7 +43,7 @@ namespace_fields = st.one_of(
             *[NamespaceFields()] * 6,
             NamespaceFields(tenant="a"),
             NamespaceFields(lora="a"),
-            NamespaceFields(weights_version=1),
+            *[NamespaceFields(weights_version=1)] * 2,
             NamespaceFields(multimodal=((5, b"cat"),)),
             NamespaceFields(multimodal=((5, b"dog"),)),
         ]

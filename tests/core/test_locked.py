@@ -36,6 +36,7 @@ CALLS = {
     "prefix_hashes": lambda m: m.prefix_hashes([1, 2]),
     "ref_counts": lambda m: m.ref_counts(np.array([1])),
     "reset_prefix_cache": lambda m: m.reset_prefix_cache(),
+    "retire": lambda m: m.retire(0),
     "set_time": None,  # one assignment
     "use_counts": lambda m: m.use_counts(np.array([1])),
 }

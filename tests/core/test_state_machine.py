@@ -262,6 +262,10 @@ class Managers(RuleBasedStateMachine):
     def reset(self):
         assert self.real.reset_prefix_cache() == self.model.reset_prefix_cache()
 
+    @rule(version=st.integers(0, 1))
+    def retire(self, version):
+        assert self.real.retire(version) == self.model.retire(version)
+
     @rule()
     def free_what_is_not_ours(self):
         for block_id in range(-1, self.model.num_blocks + 1):

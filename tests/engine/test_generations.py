@@ -137,6 +137,19 @@ def test_wrong_arguments_are_refused_and_the_rank_lives(pool, arguments, options
     assert pool.generate([1], SamplingParams(max_tokens=1))
 
 
+def test_a_fault_of_the_routing_policy_leaves_nothing_behind(pool):
+    def fail(ranks, wanted):
+        if wanted.num_tokens > 43:
+            raise ZeroDivisionError("no rank")
+        return 0
+
+    pool.generations._router.policy.choose = fail
+    with pytest.raises(ZeroDivisionError, match="no rank"):
+        pool.generate([[1, 2, 3], [1, 2, 3, 4]], LONG, request_id="x")
+    assert pool.generations._pending == [{}]
+    assert pool.generate([1, 2, 3], LONG, request_id="x")[0].stop_reason == "length"
+
+
 def test_a_fault_at_admission_fails_that_request_only(pool):
     kv = pool.ranks[0].kv
     allocate = kv.allocate

@@ -155,7 +155,7 @@ def test_what_a_rank_lost_behind_the_drivers_back_is_noticed(make_pool):
 
 
 def test_requests_of_a_lost_rank_are_credited_and_its_cache_is_forgotten(make_pool):
-    pool, _ = make_pool(2, AWARE)
+    pool, _ = make_pool(2, AWARE, ray={"on_rank_loss": "report"})
     deltas = queue.SimpleQueue()
     requests = pool.make_requests(
         [tokens_of(100)] * 2, SamplingParams(max_tokens=1900, ignore_eos=True)

@@ -323,6 +323,45 @@ def test_check_integrity_sees_tasks_in_the_wrong_line():
     assert second.num_remaining == 1
 
 
+# -- versions and sleep ---------------------------------------------------------------------------
+
+
+def test_while_draining_only_those_are_admitted_that_were_before():
+    bench = Bench(num_blocks=7)
+    first, second = bench.add(8, 9), bench.add(8, 9)
+    bench.step()
+    bench.scheduler.preempt_all()
+    assert bench.arrivals_of("waiting") == [0, 1]
+    assert first.num_preempted == second.num_preempted == 1
+    assert bench.kv.num_used_blocks() == [0]
+    early = bench.add(4)
+    early.arrival = -1
+    bench.scheduler.waiting.sort(key=lambda task: task.arrival)
+    bench.scheduler.is_draining = True
+    assert bench.scheduler.has_started
+    for _ in range(30):
+        assert early.arrival not in bench.step()
+    assert not bench.scheduler.has_started
+    assert early.num_bypassed == 0
+    bench.scheduler.begin_version(1)
+    bench.drain()
+
+
+def test_who_waits_takes_the_version_of_its_admission():
+    bench = Bench(max_num_seqs=1)
+    runs, waits = bench.add(8, 9), bench.add(8, 2)
+    bench.step()
+    bench.kv.begin_version(3)
+    bench.scheduler.begin_version(3)
+    late = bench.add(8, 2)
+    versions = [task.sequence.namespace.weights_version for task in (runs, waits, late)]
+    assert versions == [0, 3, 3]
+    bench.scheduler.preempt_all()
+    assert runs.sequence.namespace.weights_version == 3
+    assert runs.request.namespace.weights_version == 0
+    bench.drain()
+
+
 # -- random histories -----------------------------------------------------------------------------
 
 

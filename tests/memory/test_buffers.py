@@ -205,3 +205,40 @@ def test_a_pool_that_does_not_fit_on_the_gpu_is_refused(fake_cupy):
     assert KVBuffers(spec, 8).device == "cuda"
     with pytest.raises(ConfigError, match=r"1.00 GiB on cuda, but 1.00 GiB are available"):
         KVBuffers(spec, (1 << 20) + 1, device="cuda")
+
+
+# -- released and taken again ---------------------------------------------------------------------
+
+
+def test_released_memory_is_gone_and_comes_back_as_zeros():
+    buffers = KVBuffers(KVSpec.uniform(2, 2, 4, 4, "float32"), 6, device="cpu")
+    storage, num_bytes = weakref.ref(buffers.storage), buffers.nbytes
+    buffers.storage[:] = 3
+    assert not buffers.is_released
+    for _ in range(2):
+        buffers.release()
+        assert storage() is None
+        assert buffers.is_released
+        assert buffers.nbytes == 0
+        with pytest.raises(ValueError, match=r"released.*restore"):
+            buffers.view(0, "k")
+        with pytest.raises(ValueError, match="released"):
+            buffers.read_slots(0, "k", [4])
+    buffers.restore()
+    assert buffers.nbytes == num_bytes
+    assert not buffers.storage.any()
+    buffers.view(1, "v")[2] = 5
+    buffers.restore()
+    assert (buffers.view(1, "v")[2] == 5).all(), "a second time changes nothing"
+
+
+def test_what_does_not_fit_any_more_stays_released(monkeypatch):
+    buffers = KVBuffers(KVSpec.uniform(2, 2, 4, 4, "float32"), 6, device="cpu")
+    buffers.release()
+    with monkeypatch.context() as patch:
+        patch.setattr("raykv.memory.buffers._available_bytes", lambda: 10)
+        with pytest.raises(ConfigError, match="6 blocks"):
+            buffers.restore()
+    assert buffers.is_released
+    buffers.restore()
+    assert not buffers.is_released

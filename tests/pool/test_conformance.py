@@ -477,6 +477,20 @@ def test_cache_aware_routing_returns_to_the_prefix_until_the_rank_is_full(make_p
     check_mirror(pool, first, other, third)
 
 
+def test_a_refused_allocation_attracts_nobody(make_pool):
+    pool = make_pool(dp_size=2, routing={"policy": "cache_aware"})
+    small, large = make_sequence(4, 100), make_sequence(8, 200)
+    small.dp_rank, large.dp_rank = 0, 1
+    assert pool.allocate([small, large])
+    sequence = make_sequence(36)
+    assert pool.select_rank(sequence) == 0
+    assert not pool.allocate(sequence)
+    pool.deallocate(large)
+    assert pool.select_rank(sequence) == 1
+    assert pool.allocate(sequence)
+    check_mirror(pool, small, sequence)
+
+
 # -- ends and errors ----------------------------------------------------------------------------
 
 

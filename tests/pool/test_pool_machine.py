@@ -19,7 +19,9 @@ tokens = st.one_of(
     st.lists(st.integers(0, 1), min_size=1, max_size=12),
     st.builds(lambda n, tail: [0] * n + tail, st.integers(1, 10), st.lists(st.integers(0, 1))),
 )
-namespaces = st.sampled_from([Namespace()] * 3 + [Namespace(tenant="a"), Namespace(lora="a")])
+namespaces = st.sampled_from(
+    [Namespace()] * 3 + [Namespace(tenant="a"), Namespace(lora="a"), Namespace(weights_version=1)]
+)
 index = st.integers(0, 10**6)
 
 
@@ -165,6 +167,29 @@ class PoolMachine(RuleBasedStateMachine):
     @rule()
     def reset_prefix_cache(self):
         self.both("reset_prefix_cache")
+
+    @rule(step=st.integers(0, 2), mode=st.sampled_from(["wait", "keep"]))
+    def update_weights(self, step, mode):
+        """What the driver has computed and not told yet is published by the update."""
+        version = self.pools[0].weights_version()[0] + step
+        outcomes = []
+        for pool in self.pools:
+            try:
+                outcomes.append(pool.update_weights(version, mode=mode))
+            except RequestError as error:
+                outcomes.append(str(error))
+        assert outcomes[0] == outcomes[1]
+        self.both("weights_version")
+
+    @rule(version=st.integers(0, 3))
+    def retire(self, version):
+        counts = [pool.retire(version) for pool in self.pools]
+        assert counts[0] == counts[1]
+
+    @rule(level=st.integers(1, 2))
+    def sleep(self, level):
+        if self.both("sleep", (level, level)) is None:
+            self.both("wake_up")
 
     @invariant()
     def twins_are_alike(self):

@@ -85,6 +85,7 @@ class RouterMachine(RuleBasedStateMachine):
             return
         self.router.check_integrity()
         assert min(self.router.debits + self.router.work) >= 0
+        assert len(self.router._open) == len(self.open)
         if not self.open:
             assert self.router.debits == self.router.work == [0] * self.num_ranks
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -156,12 +158,53 @@ def test_a_hit_leaves_a_token_to_compute():
     assert send(router, tokens_of(96)).num_hit_tokens == 80
 
 
+def test_samples_follow_the_first_of_their_prompt_and_a_given_rank_holds_for_all():
+    router = make_router("available_blocks", num_ranks=3)
+    requests = [
+        replace(make_request(tokens_of(20, prompt)), sample_index=sample)
+        for prompt in range(2)
+        for sample in range(3)
+    ]
+
+    def ranks_of(requests, rank):
+        charges = router.place(requests, router.read_all(requests), [EMPTY] * 3, rank)
+        return [charge.rank for charge in charges]
+
+    assert ranks_of(requests, None) == [0, 0, 0, 1, 1, 1]
+    assert ranks_of(requests[1:], None) == [2, 2, 2, 2, 2], "the first one left may be no first"
+    assert ranks_of(requests, 1) == [1] * 6
+
+
+def test_where_the_policy_fails_nothing_is_charged():
+    router, rooms = make_router("available_blocks"), [EMPTY] * 2
+    requests = [make_request(tokens_of(20))] * 3
+    answers = iter([0, 1])
+    router.policy.choose = lambda ranks, wanted: next(answers)
+    with pytest.raises(StopIteration):
+        router.place(requests, router.read_all(requests), rooms, None)
+    assert router.debits == router.work == [0, 0]
+    router.check_integrity()
+
+
 def test_no_more_is_charged_than_a_sequence_can_hold():
     router = make_router(max_model_len=200)
     charge = send(router, tokens_of(150), max_tokens=10**9)
     assert (charge.num_blocks, charge.num_new_tokens) == (13, 50)
     assert router.charge(1, router.read(tokens_of(300), Namespace()), 5).num_new_tokens == 0
     router.check_integrity()
+
+
+def test_a_policy_hears_what_is_wanted():
+    router, heard = make_router("available_blocks", max_model_len=200), []
+    router.policy.choose = lambda ranks, wanted: heard.append(wanted) or ranks[0].rank
+    send(router, tokens_of(150), max_tokens=10**9)
+    send(router, tokens_of(50), max_tokens=31)
+    router.begin([EMPTY] * 2).take(Sequence(tokens_of(20)), 33)
+    assert [(w.num_tokens, w.num_blocks, w.can_wait) for w in heard] == [
+        (200, 13, True),
+        (81, 6, True),
+        (33, 3, False),
+    ]
 
 
 def test_books_that_do_not_add_up_are_found():
@@ -235,12 +278,13 @@ def test_used_blocks_are_work_and_so_is_what_the_list_took():
 
 def test_a_finished_output_is_believed_to_be_cached():
     router = make_router()
-    prompt, produced = tokens_of(40), tokens_of(25, 1)
+    prompt, produced = tokens_of(40), tokens_of(40, 1)
     charge = send(router, prompt)
     router.credit(charge, 1, is_last=True)
     assert hits_of(router, tokens_of(40)) == [32, 0]
     router.learn(charge, make_request(prompt), output_of(*produced))
     turn = np.concatenate((prompt, produced, tokens_of(50, 2)))
+    assert len(prompt) + len(produced) == 80
     assert hits_of(router, turn) == [64, 0], "the last token's KV was not computed"
     assert send(router, turn).rank == 0
 
@@ -262,10 +306,13 @@ def test_an_output_that_hit_less_than_expected_puts_it_right():
 
 def test_an_aborted_request_says_nothing_of_the_cache():
     router = make_router()
-    router.note(0, router.read(tokens_of(100), Namespace()))
-    charge = router.charge(0, router.read(tokens_of(100), Namespace()), 1)
-    router.learn(charge, make_request(tokens_of(100)), output_of(stop_reason="abort"))
-    assert hits_of(router, tokens_of(100)) == [96, 0]
+    shared = tokens_of(64)
+    rows = [np.concatenate((shared, tokens_of(64, seed))) for seed in (1, 2)]
+    for row in rows:
+        router.note(0, router.read(row, Namespace()))
+    charge = router.charge(0, router.read(rows[0], Namespace()), 1)
+    router.learn(charge, make_request(rows[0]), output_of(stop_reason="abort"))
+    assert [hits_of(router, row)[0] for row in rows] == [112, 112]
 
 
 def test_a_rank_that_lost_its_cache_is_believed_to_have_nothing():
@@ -313,8 +360,7 @@ def test_a_prompt_is_hashed_once_for_all_ranks_and_samples(monkeypatch):
     requests = [make_request(row)] * 3 + [make_request(other)]
     tenant = make_request(other, namespace=Namespace(tenant="a"))
     prompts = router.read_all([*requests, tenant])
-    for prompt in prompts:
-        router.charge(router.choose([EMPTY] * 4, prompt, 16), prompt, 16)
+    router.place([*requests, tenant], prompts, [EMPTY] * 4, None)
     assert hashed == [100] * 3
     assert prompts[0] is prompts[2]
     assert prompts[3].names == prompts[0].names != prompts[4].names

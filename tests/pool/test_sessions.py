@@ -371,3 +371,71 @@ def test_generation_goes_on_elsewhere_with_equal_outputs(model, how, temperature
     assert pool.generate(prompts, params, dp_rank=0)[0].token_ids == expected[0].token_ids
     pool.check_integrity()
     pool.close()
+
+
+# -- weights ---------------------------------------------------------------------------------------
+
+
+def versions(hosts):
+    return [host.host._kv.weights_version for host in hosts]
+
+
+def test_a_rank_that_is_back_serves_the_weights_of_the_others_before_it_is_used(model):
+    settings = config(dp_size=2, num_blocks=100, model={"path": model})
+    made = [MortalHost(settings, rank) for rank in range(2)]
+    pool = loopback_driver(made)
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    before = pool.generate([1, 2, 3], params, dp_rank=1)[0]
+    made[0].kill()
+    pool.monitor.beat()
+    from transformers import LlamaForCausalLM  # noqa: PLC0415 - seconds
+
+    weights = LlamaForCausalLM.from_pretrained(model).state_dict()
+    weights["lm_head.weight"] = -weights["lm_head.weight"]
+    pool.update_weights(3, weights)
+    assert pool.weights_version() == [-1, 3]
+    expected = pool.generate([1, 2, 3], params, dp_rank=1)[0]
+    assert expected.token_ids != before.token_ids, "the new weights must matter"
+    made[0].restart()
+    assert versions(made) == [0, 3]
+    pool.monitor.beat()
+    assert pool.weights_version() == versions(made) == [3, 3]
+    again = pool.generate([1, 2, 3], params, dp_rank=0)[0]
+    assert (again.token_ids, again.dp_rank) == (expected.token_ids, 0)
+    assert set(again.weights_versions) == {3}
+    pool.close()
+
+
+def test_a_rank_that_cannot_be_brought_up_to_date_is_not_used(hosts, pool, monkeypatch):
+    hosts[0].kill()
+    pool.monitor.beat()
+    pool.update_weights(2)
+    hosts[0].restart()
+    with monkeypatch.context() as patch:
+
+        def fail(rank):
+            raise OSError("the folder is gone")
+
+        patch.setattr(pool.ranks[0], "welcome", fail)
+        pool.monitor.beat()
+        assert pool.ranks[0].lost
+        assert pool.select_rank(make_sequence(4)) == 1
+    pool.monitor.beat()
+    assert pool.ranks[0].lost is None
+    assert pool.weights_version() == [2, 2]
+
+
+def test_an_update_goes_on_without_a_rank_that_is_lost_in_its_midst(hosts, pool, monkeypatch):
+    apply = type(pool.ranks[1]).apply_weights
+
+    def die(rank, version, mode):
+        hosts[1].kill()
+        return apply(rank, version, mode)
+
+    monkeypatch.setattr(pool.ranks[1], "apply_weights", lambda *a: die(pool.ranks[1], *a))
+    pool.update_weights(5)
+    assert pool.weights_version() == [5, -1]
+    monkeypatch.undo()
+    hosts[1].restart()
+    pool.monitor.beat()
+    assert pool.weights_version() == [5, 5]
