@@ -1,6 +1,7 @@
-"""A pool over two raylets of one machine, of which one goes and another comes.
+"""A pool over two raylets of one machine: a rank is killed, then its raylet; another raylet comes.
 
-A script, for a process can be connected to one Ray at a time. Prints what it found as JSON.
+A script, for a process can be connected to one Ray at a time. The last line is what it found, as
+JSON.
 
 Usage: two_raylets.py MODEL TEMP_DIR
 """
@@ -9,6 +10,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import signal
 import sys
 import threading
 import time
@@ -21,7 +24,7 @@ from raykv.actors import launch
 
 PROMPTS = [[7, 8, 9, i] for i in range(6)]
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
-LONG = SamplingParams(max_tokens=250, ignore_eos=True, temperature=1.0, seed=4)
+LONG = SamplingParams(max_tokens=150, ignore_eos=True, temperature=1.0, seed=4)
 BOUND_S = 60.0
 NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
 
@@ -36,82 +39,80 @@ def main(model, folder):
         ray={"placement_strategy": "STRICT_SPREAD"},
     )
     with BlockManagerPool.local(config) as local:
-        expected = tokens(local.generate(PROMPTS, PARAMS))
-        expected_long = tokens(local.generate(PROMPTS, LONG))
+        expected = [tokens(local.generate(PROMPTS, params)) for params in (PARAMS, LONG)]
     cluster = Cluster()
     try:
         head = cluster.add_node(include_dashboard=False, temp_dir=folder, **NODE)
         second = cluster.add_node(**NODE)
         ray.init(cluster.address, logging_level=logging.ERROR, log_to_driver=False)
-        found = {}
         with launch(config) as pool:
             nodes = nodes_of(pool)
-            assert set(nodes) == {head.node_id, second.node_id}
-            lost = nodes.index(second.node_id)
-            outputs = pool.generate(PROMPTS, PARAMS)
-            found["lost"] = lost
-            found["ranks"] = sorted({output.dp_rank for output in outputs})
-            found["equals_local"] = tokens(outputs) == expected
-            found |= lose_a_node(pool, cluster, second, lost, expected_long)
-            found |= get_a_node(pool, cluster, lost, expected)
+            far = nodes.index(second.node_id)
+            assert nodes[1 - far] == head.node_id
+            found = {"far": far, "local": check(pool.generate(PROMPTS, PARAMS), expected[0])}
+            found["killed"] = lose(
+                pool, far, expected[1], lambda: os.kill(pool.ranks[far].info.pid, signal.SIGKILL)
+            )
+            await_return(pool, far)
+            found["restarted"] = check(pool.generate(PROMPTS, PARAMS, dp_rank=far), expected[0])
+            found["removed"] = lose(
+                pool, far, expected[1], lambda: cluster.remove_node(second, allow_graceful=False)
+            )
+            # No other node has room for the rank: what there is serves everything.
+            found["alone"] = check(pool.generate(PROMPTS, PARAMS), expected[0])
+            found["far_is_lost"] = pool.ranks[far].lost is not None
+            third = cluster.add_node(**NODE)
+            await_return(pool, far)
+            found["moved"] = check(pool.generate(PROMPTS, PARAMS, dp_rank=far), expected[0])
+            found["moved_to_the_new_node"] = nodes_of(pool)[far] == third.node_id
             pool.check_integrity()
             found["used_blocks"] = pool.num_used_blocks()
     finally:
         ray.shutdown()
         cluster.shutdown()
-    print(json.dumps(found))
+    print(json.dumps(found))  # noqa: T201 - whoever runs it reads this
 
 
-def lose_a_node(pool, cluster, node, lost, expected):
-    """Requests are under way on both ranks as the raylet of one is killed."""
+def lose(pool, far, expected, how):
+    """What becomes of requests under way on both ranks, and of a sequence, if one rank goes."""
     held = Sequence(range(50, 70))
-    held.dp_rank = lost
+    held.dp_rank = far
     assert pool.allocate(held)
-    outputs = []
-    halves = ((0, PROMPTS[:3]), (1, PROMPTS[3:]))
-    threads = [
-        threading.Thread(
-            target=lambda r=rank, p=part: outputs.append((r, pool.generate(p, LONG, dp_rank=r)))
-        )
-        for rank, part in halves
-    ]
+    outputs = [[], []]
+
+    def generate(rank):
+        outputs[rank] = pool.generate(PROMPTS[3 * rank : 3 * rank + 3], LONG, dp_rank=rank)
+
+    threads = [threading.Thread(target=generate, args=(rank,)) for rank in range(2)]
     for thread in threads:
         thread.start()
-    wait_until(lambda: all(used > 20 for used in pool.num_used_blocks()))
-    start = time.monotonic()
-    cluster.remove_node(node, allow_graceful=False)
-    wait_until(lambda: pool.ranks[lost].lost is not None)
-    noticed_s = time.monotonic() - start
+    wait_until(lambda: all(used > 10 for used in pool.num_used_blocks()))
+    session = pool.ranks[far].session
+    how()
+    wait_until(lambda: pool.ranks[far].session > session)
+    assert pool.allocate(held)
+    went_to = held.dp_rank
+    pool.deallocate(held)
     for thread in threads:
         thread.join(BOUND_S)
-    found = [output for _, part in sorted(outputs, key=lambda pair: pair[0]) for output in part]
-    allocated = pool.allocate(held)
-    rank = held.dp_rank
-    pool.deallocate(held)
+        assert not thread.is_alive(), "requests went on within bounds"
+    failed_over = [sorted({output.num_failed_over for output in part}) for part in outputs]
     return {
-        "noticed_s": noticed_s,
-        "long_equals_local": tokens(found) == expected,
-        "long_ranks": [output.dp_rank for output in found],
-        "failed_over": [output.num_failed_over for output in found],
-        "sequence_went_to": rank if allocated else None,
-        "alone": sorted({output.dp_rank for output in pool.generate(PROMPTS, PARAMS)}),
+        "outputs": check([*outputs[0], *outputs[1]], expected),
+        "failed_over": failed_over[far],
+        "near_failed_over": failed_over[1 - far],
+        "sequence_went_to": went_to,
     }
 
 
-def get_a_node(pool, cluster, lost, expected):
-    """Another raylet joins, and Ray starts the rank there."""
-    before = pool.ranks[lost].info.epoch
-    start = time.monotonic()
-    node = cluster.add_node(**NODE)
-    wait_until(lambda: pool.ranks[lost].lost is None)
-    outputs = pool.generate(PROMPTS, PARAMS, dp_rank=lost)
-    return {
-        "back_s": time.monotonic() - start,
-        "is_later_epoch": pool.ranks[lost].info.epoch > before,
-        "back_ranks": sorted({output.dp_rank for output in outputs}),
-        "back_equals_local": tokens(outputs) == expected,
-        "is_on_the_new_node": nodes_of(pool)[lost] == node.node_id,
-    }
+def await_return(pool, rank):
+    wait_until(lambda: pool.ranks[rank].lost is None)
+
+
+def check(outputs, expected):
+    """Which ranks served it, if the tokens are right."""
+    assert tokens(outputs) == expected
+    return sorted({output.dp_rank for output in outputs})
 
 
 def nodes_of(pool):
