@@ -45,7 +45,7 @@ class RayRank(RemoteRank):
         self._is_here = node_id == ray.get_runtime_context().get_node_id()
         self._process = RankProcess.find(info.pid) if self._is_here else None
         self._beat: Any = None  # the reference of the answer to the heartbeat under way
-        self._num_silent = 0  # heartbeats that it could have been answered in
+        self._num_silent = 0  # heartbeats since it was heard of
         self._closing: Any = None  # the reference of the actor's answer to ``close``
         self._is_closed = False
         self._close_lock = threading.Lock()
@@ -70,29 +70,31 @@ class RayRank(RemoteRank):
             self.lose(f"{self._who} died: {_GONE}")
         if self._beat is None:
             self._beat = self._submit(self._actor.health, self.driver_id, self.session)
-            self._num_silent = 0
         if self._beat is None:
             return
         if ray.wait([self._beat], timeout=0)[0]:
             reference, self._beat = self._beat, None
-            self._hear_from(reference)
-            return
+            if self._hear_from(reference):
+                self._num_silent = 0
+                return
         # Counted, not timed: a driver that was stopped itself finds nobody silent.
         self._num_silent += 1
         if self._num_silent * self.config.heartbeat_s > self.config.silence_s:
             self.lose(f"{self._who} is silent for {self.config.silence_s:g} s: {_GONE}")
 
-    def _hear_from(self, reference: Any) -> None:
+    def _hear_from(self, reference: Any) -> bool:
+        """Read the answer to a heartbeat; False if it was not reached, which counts as silence."""
         try:
             health: Health = ray.get(reference)
         except ActorUnavailableError:
-            return  # not reached at this time; silence has its limit
+            return False  # for a moment, or while its node is gone and Ray has no other for it
         except Exception as error:  # noqa: BLE001 - whatever Ray raises, it is not there
             self.lose(str(translate(error, self._who, 0)))
-            return
+            return True
         if health.info.pid != self.info.pid and self._is_here:
             self._process = RankProcess.find(health.info.pid)
         self.hear(health)
+        return True
 
     def get(self, reference: Any, session: int, wait_s: float = 0) -> Any:
         """Wait for an answer of the actor, as long as the session lasts.

@@ -266,6 +266,7 @@ class RemoteRank(RankHandle):
         try:
             outputs = self.fetch(session, seen, wait_s)
         except ReplyLostError:
+            time.sleep(_RESEND_S)  # an actor without a process refuses at once
             return []  # what was lost comes again
         except RankUnavailableError as error:
             self.lose(str(error), session)

@@ -67,6 +67,7 @@ def test_multi_node():
     config = PoolConfig.from_yaml(CONFIGS / "multi_node.yaml")
     assert (config.dp_size, config.ray.num_gpus) == (4, 1)
     assert config.ray.placement_strategy == "SPREAD"
+    assert (config.ray.on_rank_loss, config.ray.max_restarts) == ("fail_over", -1)
 
 
 def test_bookkeeping_has_neither_model_nor_memory():

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 import raykv
-from raykv.errors import IntegrityError, RaykvError
+from raykv.errors import IntegrityError, RankUnavailableError, RaykvError
 
 app = typer.Typer(
     name="raykv",
@@ -216,18 +216,19 @@ def eviction(
     run_eviction(trace, as_json=as_json)
 
 
-def run(arguments: list[str] | None = None) -> int:
-    """Run a command line; the exit status: 0 done, 1 a check failed, 2 bad input, 130 interrupted.
+def run(arguments: list[str] | None = None, command: typer.Typer = app, name: str = "raykv") -> int:
+    """Run a command line; the exit status: 0 done, 1 it failed, 2 bad input, 130 interrupted.
 
     Whatever goes wrong is one line on stderr. With RAYKV_DEBUG set, what is not the user's fault
     raises instead.
     """
     try:
-        status = app(args=arguments, prog_name="raykv", standalone_mode=False)
+        status = command(args=arguments, prog_name=name, standalone_mode=False)
     except _USAGE_ERROR as error:
-        return _complain(str(getattr(error, "format_message", error.__str__)()), 2)
+        return _complain(name, str(getattr(error, "format_message", error.__str__)()), 2)
     except RaykvError as error:
-        return _complain(str(error), 1 if isinstance(error, IntegrityError) else 2)
+        is_input_good = isinstance(error, IntegrityError | RankUnavailableError)
+        return _complain(name, str(error), 1 if is_input_good else 2)
     except (KeyboardInterrupt, typer.Abort):
         return 130
     except BrokenPipeError:  # `raykv ... | head`
@@ -237,7 +238,9 @@ def run(arguments: list[str] | None = None) -> int:
         if os.environ.get("RAYKV_DEBUG"):
             raise
         what = f"{type(error).__name__}: {error}"
-        return _complain(f"internal error, please report it (RAYKV_DEBUG=1 shows more): {what}", 1)
+        return _complain(
+            name, f"internal error, please report it (RAYKV_DEBUG=1 shows more): {what}", 1
+        )
     return status if isinstance(status, int) else 0
 
 
@@ -246,6 +249,6 @@ def main() -> None:
     sys.exit(run())
 
 
-def _complain(message: str, status: int) -> int:
-    print(f"raykv: {' '.join(message.split())}", file=sys.stderr)
+def _complain(name: str, message: str, status: int) -> int:
+    print(f"{name}: {' '.join(message.split())}", file=sys.stderr)
     return status
