@@ -124,13 +124,13 @@ class LocalRank(RankHandle):
         self._num_seen = first + len(deltas)
         return deltas
 
-    def prepare_weights(self, version: int, weights: Weights) -> Reply[None]:
+    def prepare_weights(self, version: int, weights: Weights, mode: UpdateMode) -> Reply[None]:
         """See RankHandle."""
-        return self._do(lambda: self._lifecycle.prepare_weights(version, weights))
+        return self._do(lambda: self._lifecycle.prepare_weights(version, weights, mode))
 
-    def apply_weights(self, version: int, mode: UpdateMode) -> Reply[None]:
+    def apply_weights(self, version: int) -> Reply[None]:
         """See RankHandle."""
-        return self._do(lambda: self._lifecycle.apply_weights(version, mode))
+        return self._do(lambda: self._lifecycle.apply_weights(version))
 
     def cancel_weights(self, version: int) -> Reply[None]:
         """See RankHandle."""

@@ -148,11 +148,11 @@ class RankHandle(ABC):
         """What the engine produced for this driver since; waits up to ``wait_s`` seconds."""
 
     @abstractmethod
-    def prepare_weights(self, version: int, weights: Weights) -> Reply[None]:
+    def prepare_weights(self, version: int, weights: Weights, mode: UpdateMode) -> Reply[None]:
         """See Lifecycle.prepare_weights."""
 
     @abstractmethod
-    def apply_weights(self, version: int, mode: UpdateMode) -> Reply[None]:
+    def apply_weights(self, version: int) -> Reply[None]:
         """See Lifecycle.apply_weights; the rank hears first what this driver has computed."""
 
     @abstractmethod

@@ -42,6 +42,7 @@ class RankService:
         self.epoch = epoch
         self._engine = engine
         self._lifecycle = Lifecycle(kv) if engine is None else engine.lifecycle
+        self._updating: tuple[str, int] | None = None  # who prepared weights last, and which
         self.leases = Leases(f"rank {kv.dp_rank}", kv.config.ray.lease_s, clock)
 
     def apply(self, call: Call) -> Answer:
@@ -88,6 +89,8 @@ class RankService:
         """Everything of a session comes back; nothing of it is published any more."""
         if self._engine is not None:
             self._engine.drop(lease.driver_id)
+        if self._updating is not None and self._updating[0] == lease.driver_id:
+            self._lifecycle.cancel_weights(self._updating[1])  # else nobody could update any more
         self.kv.deallocate_without_cache(lease.sequences.by_id.values())
         self.kv.forget_driver(lease.driver_id)
         self.leases.end(lease)
@@ -177,7 +180,10 @@ class RankService:
     def _run_lifecycle(self, call: Call, lease: Lease) -> object:
         if call.updates is not None:  # what the driver has computed: an update publishes it
             lease.sequences.note_computed(call.updates)
-        return getattr(self._lifecycle, call.operation)(**call.argument)
+        value = getattr(self._lifecycle, call.operation)(**call.argument)
+        if call.operation == "prepare_weights":
+            self._updating = call.driver_id, call.argument["version"]
+        return value
 
     def _running_engine(self) -> Engine:
         if self._engine is None:

@@ -227,15 +227,16 @@ class RemoteRank(RankHandle):
         """See RankHandle."""
         return self._call("abort", argument=list(request_ids))
 
-    def prepare_weights(self, version: int, weights: Weights) -> Reply[None]:
+    def prepare_weights(self, version: int, weights: Weights, mode: UpdateMode) -> Reply[None]:
         """See RankHandle."""
-        return self._call("prepare_weights", argument={"version": version, "weights": weights})
+        argument = {"version": version, "weights": weights, "mode": mode}
+        return self._call("prepare_weights", argument=argument)
 
-    def apply_weights(self, version: int, mode: UpdateMode) -> Reply[None]:
+    def apply_weights(self, version: int) -> Reply[None]:
         """See RankHandle."""
         with self._lock:
             held = self._mirror.held()
-        return self._call("apply_weights", held, {"version": version, "mode": mode})
+        return self._call("apply_weights", held, {"version": version})
 
     def cancel_weights(self, version: int) -> Reply[None]:
         """See RankHandle."""

@@ -110,10 +110,10 @@ class VersionedRanks:
             )
         prepared: list[RankHandle] = []
         try:
-            replies = [rank.prepare_weights(version, weights) for rank in behind]
+            replies = [rank.prepare_weights(version, weights, mode) for rank in behind]
             results([_Noted(*each, prepared) for each in zip(replies, behind, strict=True)])
             _wait(behind, lambda status: status.is_staged, deadline, "read the weights")
-            results([rank.apply_weights(version, mode) for rank in behind])
+            results([rank.apply_weights(version) for rank in behind])
             _wait(behind, lambda status: status.version == version, deadline, "change weights")
         except BaseException:
             _cancel(prepared, version)

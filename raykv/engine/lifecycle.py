@@ -56,12 +56,14 @@ class _Update:
     Attributes:
         version: the new one.
         reading: its weights; None if only the version changes.
-        mode: what becomes of requests; None until the update is to happen.
+        mode: what becomes of requests.
+        is_due: whether it is to happen as soon as ``mode`` allows.
     """
 
     version: int
     reading: Reading | None
-    mode: UpdateMode | None = None
+    mode: UpdateMode
+    is_due: bool = False
 
     @property
     def is_staged(self) -> bool:
@@ -93,15 +95,17 @@ class Lifecycle:
 
     # -- weights versions -----------------------------------------------------------------------
 
-    def prepare_weights(self, version: int, weights: Weights) -> None:
+    def prepare_weights(self, version: int, weights: Weights, mode: UpdateMode = "wait") -> None:
         """Begin to read and check new weights; see ``weights_status`` for how it went.
 
         Args:
             version: greater than the one that is served.
             weights: see ``weights.Weights``.
+            mode: what is to become of requests; see ``BlockManagerPool.update_weights``.
 
         Raises:
-            RequestError: the version is not greater, or another change is under way.
+            RequestError: the version is not greater, another change is under way, or requests that
+                are to end under the present version sleep.
             NotSupportedError: there is no model whose weights could be changed.
         """
         version, serves = checked_version(version), self._kv.weights_version
@@ -111,34 +115,33 @@ class Lifecycle:
                 f"{self._kv.dp_rank} serves: versions only grow"
             )
         self._check_idle()
+        engine = self._engine
+        if engine is not None and mode == "wait" and self.asleep and engine.scheduler.has_started:
+            raise RequestError(
+                f"rank {self._kv.dp_rank} sleeps with requests under way, so they cannot end "
+                "under the present weights: wake it up first, or use mode 'keep' or 'abort'"
+            )
         reading = None
         if weights is not None:
             runner = self._runner("change weights")
             reading = Reading(lambda: runner.stage(weights))
         self._error = None
-        self._update = _Update(version, reading)
+        self._update = _Update(version, reading, mode)
 
-    def apply_weights(self, version: int, mode: UpdateMode) -> None:
-        """Use prepared weights as soon as ``mode`` allows; see ``BlockManagerPool.update_weights``.
+    def apply_weights(self, version: int) -> None:
+        """Use prepared weights as soon as the update's mode allows.
 
         Raises:
-            RequestError: they are not prepared, or requests that must end under the present
-                version sleep.
+            RequestError: they are not prepared.
         """
         update, engine = self._update, self._engine
         if update is None or update.version != version or not update.is_staged:
             raise RequestError(f"weights version {version} is not prepared: prepare it first")
         if engine is not None:
-            scheduler = engine.scheduler
-            if mode == "wait" and self.asleep and scheduler.has_started:
-                raise RequestError(
-                    f"rank {self._kv.dp_rank} sleeps with requests under way, so they cannot end "
-                    "under the present weights: wake it up first, or use mode 'keep' or 'abort'"
-                )
-            if mode == "abort":
+            if update.mode == "abort":
                 engine.abort_all()
-            scheduler.is_draining = mode == "wait"
-        update.mode = mode
+            engine.scheduler.is_draining = update.mode == "wait"
+        update.is_due = True
         self.advance()
 
     def cancel_weights(self, version: int) -> None:
@@ -234,8 +237,9 @@ class Lifecycle:
     @property
     def has_work(self) -> bool:
         """Whether something waits for ``advance``."""
-        is_due = self._update is not None and self._update.mode is not None
-        return is_due or (self._waking is not None and self._waking.staged is not None)
+        waking, update = self._waking, self._update
+        is_read = waking is not None and waking.staged is not None
+        return is_read or (update is not None and update.is_due)
 
     def advance(self) -> None:
         """Do what has become possible; between two steps."""
@@ -245,7 +249,7 @@ class Lifecycle:
             if waking.staged is not None:
                 waking.staged.apply()
                 self.asleep.discard("weights")
-        if update is not None and update.mode is not None and not self._must_wait(update):
+        if update is not None and update.is_due and not self._must_wait(update):
             self._switch(update)
 
     def _must_wait(self, update: _Update) -> bool:

@@ -42,9 +42,9 @@ def make_engine(model, num_blocks=60):
 
 
 def change(engine, version, model, mode="keep"):
-    engine.lifecycle.prepare_weights(version, pack(model.state_dict()))
+    engine.lifecycle.prepare_weights(version, pack(model.state_dict()), mode)
     engine.lifecycle._update.reading._thread.join()
-    engine.lifecycle.apply_weights(version, mode)
+    engine.lifecycle.apply_weights(version)
 
 
 def submit(engine, name, tokens, max_tokens=12):

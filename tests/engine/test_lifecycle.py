@@ -82,16 +82,16 @@ def test_requests_go_on_while_weights_are_read(numbered):
     engine, model = numbered, numbered.model
     model.go_on.clear()
     engine.submit([long_ask("x")])
-    engine.lifecycle.prepare_weights(1, 11)
+    engine.lifecycle.prepare_weights(1, 11, "keep")
     assert len(steps(engine, 3)) == 3
     status = engine.lifecycle.weights_status()
     assert (status.version, status.pending, status.is_staged) == (0, 1, False)
     with pytest.raises(RequestError, match="not prepared"):
-        engine.lifecycle.apply_weights(1, "keep")
+        engine.lifecycle.apply_weights(1)
     model.go_on.set()
     until(engine, lambda status: status.is_staged)
     assert model.weights == 0, "read, not used"
-    engine.lifecycle.apply_weights(1, "keep")
+    engine.lifecycle.apply_weights(1)
     assert model.weights == 11
     assert finish(engine)["x"].output.weights_versions == (0,) * 3 + (1,) * 9
 
@@ -106,7 +106,7 @@ def test_weights_that_cannot_be_read_change_nothing(numbered, error):
     assert type(status.error) is RequestError
     assert "no such file" in str(status.error)
     with pytest.raises(RequestError, match="not prepared"):
-        engine.lifecycle.apply_weights(1, "keep")
+        engine.lifecycle.apply_weights(1)
     engine.lifecycle.prepare_weights(1, 11)  # a failed one is in nobody's way
     until(engine, lambda status: status.is_staged)
     engine.lifecycle.cancel_weights(1)
@@ -218,11 +218,11 @@ def test_weights_that_came_as_arrays_are_brought_again_by_an_update(numbered):
             engine.lifecycle.wake_up(tags)
     assert engine.lifecycle.weights_status().asleep == ("kv_cache", "weights")
     engine.lifecycle.wake_up(["kv_cache"])
-    engine.lifecycle.prepare_weights(1, 11)
-    until(engine, lambda status: status.is_staged)
     with pytest.raises(RequestError, match="'keep' or 'abort'"):
-        engine.lifecycle.apply_weights(1, "wait")
-    engine.lifecycle.apply_weights(1, "keep")
+        engine.lifecycle.prepare_weights(1, 11, "wait")
+    engine.lifecycle.prepare_weights(1, 11, "keep")
+    until(engine, lambda status: status.is_staged)
+    engine.lifecycle.apply_weights(1)
     assert model.weights == 11
     assert engine.lifecycle.weights_status().asleep == ()
     output = finish(engine)["x"].output
@@ -238,7 +238,7 @@ def test_an_update_wins_over_the_old_weights_that_are_being_read(numbered):
     model.go_on.clear()
     engine.lifecycle.wake_up()
     waking = engine.lifecycle._waking
-    engine.lifecycle.apply_weights(1, "wait")
+    engine.lifecycle.apply_weights(1)
     assert engine.lifecycle.weights_status().asleep == ()
     model.go_on.set()
     waking._thread.join(SOON_S)

@@ -76,8 +76,8 @@ def make(num_blocks=64, block_size=4, **config):
 
 
 def update(engine, version, mode="keep"):
-    engine.lifecycle.prepare_weights(version, None)
-    engine.lifecycle.apply_weights(version, mode)
+    engine.lifecycle.prepare_weights(version, None, mode)
+    engine.lifecycle.apply_weights(version)
 
 
 def long_ask(name, tokens=None, namespace=Namespace(), max_tokens=12, **more):  # noqa: B008

@@ -145,9 +145,9 @@ def test_a_rank_that_cannot_be_brought_up_to_date_is_not_used(hosts, pool, monke
 def test_an_update_goes_on_without_a_rank_that_is_lost_in_its_midst(hosts, pool, monkeypatch):
     apply = type(pool.ranks[1]).apply_weights
 
-    def die(rank, version, mode):
+    def die(rank, version):
         hosts[1].kill()
-        return apply(rank, version, mode)
+        return apply(rank, version)
 
     monkeypatch.setattr(pool.ranks[1], "apply_weights", lambda *a: die(pool.ranks[1], *a))
     pool.update_weights(5)

@@ -214,6 +214,19 @@ def test_requests_sleep_and_go_on(pool, models, wanted, level):
     assert token_ids(pool.generate(PROMPTS, PARAMS)) == wanted[0]
 
 
+@pytest.mark.usefixtures("slow")
+def test_requests_asleep_on_one_rank_put_off_an_update_of_all(pool):
+    running = start(pool, PROMPTS[0], max_tokens=200)
+    pool.sleep()
+    with pytest.raises(RequestError, match="rank 0 sleeps with requests under way"):
+        pool.update_weights(1)
+    assert pool.weights_version() == [0, 0]
+    pool.update_weights(1, mode="keep")
+    pool.wake_up()
+    assert len(running.output().token_ids) == 200
+    assert pool.weights_version() == [1, 1]
+
+
 def test_weights_that_came_as_arrays_come_again_by_an_update(pool, models, wanted):
     pool.update_weights(1, state_of(models[1]))
     pool.sleep(2)

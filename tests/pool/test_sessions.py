@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from raykv import PoolConfig, Sequence
-from raykv.errors import RankUnavailableError
+from raykv.errors import RankUnavailableError, RequestError
 from raykv.rank_host import RankHost
 from raykv.testing import LoopbackRank, MortalHost, loopback_driver
 
@@ -307,3 +307,17 @@ def test_an_interrupted_call_loses_nothing(hosts, pool, monkeypatch):
     assert sequence.kv_state.num_blocks == 2
     pool.deallocate(sequence)
     assert used(hosts[0]) == 0
+
+
+def test_an_update_that_a_dead_driver_left_halfway_is_given_up(clocked):
+    clock, host = clocked
+    one, two = LoopbackRank(host, "one"), LoopbackRank(host, "two")
+    one.prepare_weights(2, None, "wait").result()
+    with pytest.raises(RequestError, match="changing to weights version 2"):
+        two.prepare_weights(3, None, "wait").result()
+    clock.now += 6
+    two.beat()
+    assert host.expire() == 1
+    two.prepare_weights(3, None, "wait").result()
+    two.apply_weights(3).result()
+    assert two.weights_status().result().version == 3

@@ -75,8 +75,8 @@ def test_a_sequence_publishes_what_it_had_computed_and_nothing_afterwards(make_p
 
 def test_ranks_that_were_left_behind_are_brought_along(make_pool):
     pool = make_pool(dp_size=2)
-    pool.ranks[1].prepare_weights(4, None).result()
-    pool.ranks[1].apply_weights(4, "keep").result()
+    pool.ranks[1].prepare_weights(4, None, "keep").result()
+    pool.ranks[1].apply_weights(4).result()
     assert pool.weights_version() == [0, 4]
     with pytest.raises(RequestError, match=r"\[0, 4\].*use 5"):
         pool.update_weights(3)
@@ -86,11 +86,11 @@ def test_ranks_that_were_left_behind_are_brought_along(make_pool):
 
 def test_an_update_of_somebody_else_is_left_alone(make_pool):
     pool = make_pool(dp_size=2)
-    pool.ranks[1].prepare_weights(1, None).result()
+    pool.ranks[1].prepare_weights(1, None, "keep").result()
     with pytest.raises(RequestError, match="rank 1 is changing to weights version 1"):
         pool.update_weights(1)
     assert [rank.weights_status().result().pending for rank in pool.ranks] == [None, 1]
-    pool.ranks[1].apply_weights(1, "keep").result()
+    pool.ranks[1].apply_weights(1).result()
     pool.update_weights(1)
     assert pool.weights_version() == [1, 1]
 

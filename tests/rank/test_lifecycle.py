@@ -29,13 +29,13 @@ def test_versions_only_grow(world):
     for version in (3, 7):
         cycle.prepare_weights(version, None)
         assert cycle.weights_status().version < version
-        cycle.apply_weights(version, "wait")
+        cycle.apply_weights(version)
         assert cycle.weights_status().version == world.kv.weights_version == version
     for version in (7, 6, 0, -1, 8.0, "8", None):
         with pytest.raises(RequestError, match="version"):
             cycle.prepare_weights(version, None)
     with pytest.raises(RequestError, match="not prepared"):
-        cycle.apply_weights(8, "wait")
+        cycle.apply_weights(8)
     assert world.kv.weights_version == 7
 
 
@@ -50,9 +50,9 @@ def test_an_update_given_up_changes_nothing(world):
     assert cycle.weights_status().pending == 2
     cycle.cancel_weights(2)
     with pytest.raises(RequestError, match="not prepared"):
-        cycle.apply_weights(2, "keep")
+        cycle.apply_weights(2)
     cycle.prepare_weights(1, None)
-    cycle.apply_weights(1, "keep")
+    cycle.apply_weights(1)
     assert world.kv.weights_version == 1
 
 

@@ -290,8 +290,8 @@ class Versions(RuleBasedStateMachine):
     @rule(step=st.integers(1, 3))
     def update(self, step):
         version = self.world.kv.weights_version + step
-        self.cycle.prepare_weights(version, None)
-        self.cycle.apply_weights(version, "keep")
+        self.cycle.prepare_weights(version, None, "keep")
+        self.cycle.apply_weights(version)
 
     @rule(back=st.integers(0, 2))
     def retire(self, back):
