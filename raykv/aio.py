@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from raykv.core.kv_cache_manager import Sequences, flatten
+from raykv.core.sequence import Sequence
 from raykv.engine.params import GenerationRequest, SamplingParams, TokenDelta, TokenOutput
 from raykv.generation import Batch
 
@@ -15,11 +17,11 @@ if TYPE_CHECKING:
     from raykv.prompts import Prompts
 
 _THREADED = (
-    "abort", "ack_swaps", "allocate", "allocate_shared", "cache", "check_integrity", "close",
+    "abort", "ack_swaps", "allocate_shared", "cache", "check_integrity", "close",
     "deallocate", "deallocate_without_cache", "explain", "fork", "get_swap_block_transfer_infos",
     "kv_cache_utilization", "num_available_blocks", "num_blocks_in_prefix_cache",
     "num_free_blocks", "num_used_blocks", "reset_prefix_cache", "retire", "select_rank", "sleep",
-    "stats", "try_allocate", "update_weights", "wake_up", "weights_version",
+    "stats", "update_weights", "wake_up", "weights_version",
 )  # fmt: skip
 
 
@@ -27,7 +29,8 @@ class AsyncPool:
     """Coroutines named and meant like the pool's methods; get it as ``pool.aio``.
 
     Short calls run on a worker thread. Cancelling a task that awaits ``generate`` or iterates over
-    ``stream`` aborts its requests.
+    ``stream`` aborts its requests; cancelling one that awaits ``allocate`` gives back what new
+    sequences get.
     """
 
     def __init__(self, pool: BlockManagerPool) -> None:
@@ -43,6 +46,27 @@ class AsyncPool:
 
         call.__name__, call.__doc__ = name, method.__doc__
         return call
+
+    async def allocate(
+        self, sequences: Sequences, num_tokens: int | Iterable[int] | None = None
+    ) -> bool:
+        """See BlockManagerPool.allocate."""
+        members = flatten(sequences)
+        new = [sequence for sequence in members if sequence.single_block_id is None]
+        call = asyncio.ensure_future(asyncio.to_thread(self._pool.allocate, members, num_tokens))
+        try:
+            return await asyncio.shield(call)
+        except asyncio.CancelledError:
+            # The call goes on in its thread, and what it takes would be nobody's.
+            loop = asyncio.get_running_loop()
+            call.add_done_callback(
+                lambda _: loop.run_in_executor(None, self._pool.deallocate_without_cache, new)
+            )
+            raise
+
+    async def try_allocate(self, sequence: Sequence) -> bool:
+        """See BlockManagerPool.try_allocate."""
+        return await self.allocate(sequence)
 
     async def generate(
         self,
