@@ -54,7 +54,7 @@ def test_cancelling_an_allocation_gives_back_what_new_sequences_get(
         if not is_cancelled:
             assert await task
             return
-        while new.single_block_id is not None or pool.num_used_blocks() != [2]:
+        while new.single_block_id is not None or pool.num_used_blocks() != [2]:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
     asyncio.run(asyncio.wait_for(run(), SOON_S))
