@@ -91,8 +91,9 @@ class RayRank(RemoteRank):
         except Exception as error:  # noqa: BLE001 - whatever Ray raises, it is not there
             self.lose(str(translate(error, self._who, 0)))
             return True
-        if health.info.pid != self.info.pid and self._is_here:
-            self._process = RankProcess.find(health.info.pid)
+        if health.info.pid != self.info.pid:
+            is_here = self._is_here and health.info.node == self.info.node  # it may have moved
+            self._process = RankProcess.find(health.info.pid) if is_here else None
         self.hear(health)
         return True
 
