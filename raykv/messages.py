@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from raykv.core.kv_cache_manager import RankStats
+from raykv.core.kv_cache_manager import Packed, RankStats
 from raykv.core.namespace import Namespace
 from raykv.core.retention import Retention
 from raykv.core.tokens import BlockIds
@@ -48,7 +48,7 @@ class Origin(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class SequenceUpdates:
+class SequenceUpdates(Packed):
     """Sequences as their driver sees them, less what the rank knows already, in columns.
 
     In columns, for a decode step has hundreds of sequences, and many small objects cost more to
@@ -77,7 +77,7 @@ class SequenceUpdates:
 
 
 @dataclass(frozen=True, slots=True)
-class SequenceStates:
+class SequenceStates(Packed):
     """Sequences as the rank holds them, less what the driver knows already, in columns.
 
     Attributes:
@@ -98,7 +98,7 @@ class SequenceStates:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class Call(Packed):
     """One batched call of a driver to a rank.
 
     Attributes:
@@ -121,7 +121,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(Packed):
     """What a rank answers to a call.
 
     Attributes:
@@ -167,7 +167,7 @@ class RankInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Outputs:
+class Outputs(Packed):
     """What a rank's engine produced for a driver.
 
     Attributes:

@@ -32,8 +32,18 @@ NO_ROOM = Room(-(1 << 62), -(1 << 62), -(1 << 62))
 """Of a rank that is lost: chosen only if all are."""
 
 
+class Packed:
+    """Makes a frozen dataclass pickle as its class and values: several times faster."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        names: tuple[str, ...] = type(self).__slots__
+        return type(self), tuple([getattr(self, name) for name in names])
+
+
 @dataclass(frozen=True, slots=True)
-class RankStats:
+class RankStats(Packed):
     """Counters of one rank; totals count from its start.
 
     Attributes:
