@@ -71,7 +71,9 @@ def test_a_row_is_found_only_by_who_holds_it(rank):
     twin = Rank(dp_rank=3).admit()  # another pool: same rank, same row
     beyond = Sequence([1])
     beyond.dp_rank, beyond.single_block_id = 3, NUM_ROWS
-    for stranger in (elsewhere, twin, beyond):
+    moved = rank.admit()
+    moved.dp_rank = 4
+    for stranger in (elsewhere, twin, beyond, moved):
         with pytest.raises(RequestError, match="another pool or rank"):
             rank.rows.find(stranger)
 
