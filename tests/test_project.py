@@ -19,7 +19,6 @@ HEAVY = ("ray", "torch", "transformers", "cupy")
 
 # Over 400 lines, each with its reason.
 LONG_FILES = {
-    "raykv/rank.py": "the whole flow of one rank: admission, growth, forks, release",
     "tests/core/test_block_manager.py": "all of a manager's contract, shared by two classes",
     "tests/core/test_state_machine.py": "one machine, whose rules lean on one another",
     "tests/engine/test_engine.py": "all that an engine promises its users, on one toy model",

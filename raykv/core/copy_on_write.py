@@ -1,9 +1,13 @@
-"""Copies that forked sequences owe before they may write."""
+"""Copy on write: which forks need a block of their own, and the copies they owe for it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from .base import LedgerBlockManager
+from .block_tables import BlockTables
 from .blocks import Blocks
+from .sequence import Sequence
 from .tokens import as_index
 
 
@@ -44,3 +48,80 @@ class SwapList:
         for pin in self._handed_pins:
             pin.release()
         self._handed_pins.clear()
+
+
+class CopyOnWrite:
+    """Gives sequences that are about to write to a shared block one of their own.
+
+    Args:
+        manager: whose blocks they are.
+        tables: the block tables, row by single block id.
+
+    Attributes:
+        has_forks: whether there may be any. Without, ``due`` looks at nobody.
+        owed: the copies that are due or under way, by the driver whose sequences owe them.
+    """
+
+    def __init__(self, manager: LedgerBlockManager, tables: BlockTables) -> None:
+        self.has_forks = False
+        self.owed: dict[str, SwapList] = {}
+        self._manager = manager
+        self._tables = tables
+
+    def due(self, running: Iterable[Sequence]) -> list[tuple[Sequence, int]]:
+        """Sequences that are about to write to a block which others use too.
+
+        Each with the block's index in its table: the block of its first uncomputed token. The last
+        of several writers keeps the block.
+        """
+        due: list[tuple[Sequence, int]] = []
+        if not self.has_forks:
+            return due
+        uses: dict[int, int] = {}
+        block_size = self._manager.block_size
+        for sequence in running:
+            state = sequence.kv_state
+            index = state.num_computed_tokens // block_size
+            if index < state.num_blocks:
+                block_id = int(state.block_ids[index])
+                if block_id not in uses:
+                    one = state.block_ids[index : index + 1]
+                    uses[block_id] = int(self._manager.use_counts(one)[0])
+                if uses[block_id] > 1:
+                    due.append((sequence, index))
+                    uses[block_id] -= 1
+        return due
+
+    def replace(self, sequence: Sequence, index: int, target: int) -> None:
+        """Give a sequence its own copy of one block, to be filled before it writes.
+
+        Args:
+            sequence: one that holds a row.
+            index: of the block in its table; its use is dropped.
+            target: a block with one use, the sequence's from now on.
+        """
+        row, state = sequence.single_block_id, sequence.kv_state
+        source = int(state.block_ids[index])
+        if sequence.driver_id not in self.owed:
+            self.owed[sequence.driver_id] = SwapList(self._manager)
+        self.owed[sequence.driver_id].add(source, target)
+        self._manager.adopt([source]).release()
+        self._tables.table[row, index] = target
+        assert row is not None, "a sequence with blocks has a row"
+        state.block_ids = self._tables.ids(row)
+        state.num_shared_blocks = min(state.num_shared_blocks, index)
+
+    def take(self, driver_id: str) -> list[tuple[int, int]]:
+        """Hand out the copies that are due for one driver's sequences; see ``SwapList.take``."""
+        return self.owed[driver_id].take() if driver_id in self.owed else []
+
+    def acknowledge(self, driver_id: str) -> None:
+        """All copies that were handed out to this driver are done."""
+        if driver_id in self.owed:
+            self.owed[driver_id].acknowledge()
+
+    def forget(self, driver_id: str) -> None:
+        """Nobody will do this driver's copies any more: their blocks are let go."""
+        self.take(driver_id)
+        self.acknowledge(driver_id)
+        self.owed.pop(driver_id, None)

@@ -1,10 +1,12 @@
-"""The swap list alone: what is owed, handed out and held."""
+"""Copy on write without a rank: who owes copies, and what is owed, handed out and held."""
 
 from __future__ import annotations
 
 import pytest
 
-from raykv.core.copy_on_write import SwapList
+from raykv.core import Sequence
+from raykv.core.block_tables import BlockTables
+from raykv.core.copy_on_write import CopyOnWrite, SwapList
 
 
 @pytest.fixture
@@ -85,3 +87,94 @@ def test_a_source_is_pinned_once_per_copy(manager):
     swaps.take()
     swaps.acknowledge()
     assert manager.num_free_blocks == 8
+
+
+# -- who owes them ---------------------------------------------------------------------------------
+
+
+class Branches:
+    """Sequences that share their first two blocks, computed up to the middle of the second."""
+
+    def __init__(self, manager, count, driver_ids=("",)):
+        self.manager = manager
+        self.tables = BlockTables(count + 1, 3, manager.block_size)
+        self.copies = CopyOnWrite(manager, self.tables)
+        self.copies.has_forks = True
+        blocks = manager.allocate(2)
+        handles = [blocks, *(blocks.share() for _ in range(count - 1))]
+        self.sequences = []
+        for row, handle in enumerate(handles, 1):
+            sequence = Sequence(range(6))
+            sequence.single_block_id = row
+            sequence.driver_id = driver_ids[row % len(driver_ids)]
+            self.tables.append(row, handle.detach())
+            sequence.kv_state.block_ids = self.tables.ids(row)
+            sequence.kv_state.num_computed_tokens = 6
+            sequence.kv_state.num_shared_blocks = 2
+            self.sequences.append(sequence)
+
+    def replace(self, sequence, index=1):
+        [target] = self.manager.allocate(1).detach().tolist()
+        self.copies.replace(sequence, index, target)
+        return target
+
+
+def test_all_writers_of_a_block_but_the_last_owe_a_copy(manager):
+    branches = Branches(manager, 3)
+    first, second, third = branches.sequences
+    assert branches.copies.due(branches.sequences) == [(first, 1), (second, 1)]
+    assert branches.copies.due([third, first]) == [(third, 1), (first, 1)], "the second may write"
+    assert branches.copies.due([]) == []
+
+
+def test_who_writes_behind_the_shared_blocks_owes_none(manager):
+    branches = Branches(manager, 2)
+    writer, _ = branches.sequences
+    writer.kv_state.num_computed_tokens = 8
+    assert branches.copies.due([writer]) == []
+    writer.kv_state.num_computed_tokens = 4
+    assert branches.copies.due([writer]) == [(writer, 1)]
+    writer.kv_state.num_computed_tokens = 3
+    assert branches.copies.due([writer]) == [(writer, 0)]
+
+
+def test_without_forks_nobody_is_looked_at(manager):
+    branches = Branches(manager, 2)
+    branches.copies.has_forks = False
+    assert branches.copies.due(branches.sequences) == []
+
+
+def test_a_replaced_block_is_the_writers_own(manager):
+    branches = Branches(manager, 2)
+    writer, other = branches.sequences
+    target = branches.replace(writer)
+    assert writer.kv_state.block_ids.tolist() == branches.tables.ids(1).tolist() == [1, target]
+    assert writer.kv_state.num_shared_blocks == 1
+    assert other.kv_state.block_ids.tolist() == branches.tables.ids(2).tolist() == [1, 2]
+    assert other.kv_state.num_shared_blocks == 2
+    assert manager.use_counts([1, 2, target]).tolist() == [2, 1, 1]
+    assert branches.copies.due(branches.sequences) == []
+    assert branches.copies.take("") == [(2, target)]
+
+
+def test_each_driver_does_the_copies_of_its_own_sequences(manager):
+    branches = Branches(manager, 3, driver_ids=("b", "a"))
+    first, second, _ = branches.sequences
+    targets = branches.replace(first), branches.replace(second)
+    assert branches.copies.take("nobody") == []
+    assert branches.copies.take("a") == [(2, targets[0])]
+    assert branches.copies.take("b") == [(2, targets[1])]
+    branches.copies.acknowledge("nobody")
+    branches.copies.acknowledge("a")
+    assert manager.ref_counts([2, *targets]).tolist() == [2, 1, 2]
+
+
+def test_a_driver_that_is_gone_holds_no_block(manager):
+    branches = Branches(manager, 3, driver_ids=("b", "a"))
+    first, second, _ = branches.sequences
+    targets = branches.replace(first), branches.replace(second)
+    branches.copies.forget("nobody")
+    branches.copies.forget("a")
+    assert manager.ref_counts([2, *targets]).tolist() == [2, 1, 2], "of b's copy still"
+    assert list(branches.copies.owed) == ["b"]
+    assert branches.copies.take("a") == []

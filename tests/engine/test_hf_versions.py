@@ -122,7 +122,7 @@ def test_without_the_mark_a_hit_reads_what_no_version_computes(tiny_llama, newer
 
     def begin_unmarked(kv, version):
         begin(kv, version)
-        kv._stale_rows.clear()
+        kv._rows.stale.clear()
 
     monkeypatch.setattr(RankKV, "begin_version", begin_unmarked)
     engine = make_engine(tiny_llama)

@@ -211,7 +211,7 @@ def test_the_audit_sees_a_sequence_that_would_publish_under_another_version():
     engine.submit([long_ask("x")])
     steps(engine, 2)
     update(engine, 1)
-    engine.kv._stale_rows.clear()
+    engine.kv._rows.stale.clear()
     with pytest.raises(IntegrityError, match="version 0"):
         engine.check_integrity()
 

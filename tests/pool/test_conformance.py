@@ -56,11 +56,11 @@ def check_mirror(pool, *sequences):
     for sequence in sequences:
         rank = pool.ranks[sequence.dp_rank]
         if hasattr(rank, "host"):
-            theirs = rank.host._kv._sequences[sequence.single_block_id]
+            theirs = rank.host._kv._rows.sequences[sequence.single_block_id]
             assert theirs.kv_state.block_ids.tolist() == ids(sequence)
             assert theirs.seq_id == sequence.seq_id
         if hasattr(rank, "kv"):
-            assert rank.kv._sequences[sequence.single_block_id] is sequence
+            assert rank.kv._rows.sequences[sequence.single_block_id] is sequence
 
 
 # -- allocation ---------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ def check_mirror(pool, *sequences):
         rank = pool.ranks[sequence.dp_rank]
         kv = rank.kv if hasattr(rank, "kv") else getattr(getattr(rank, "host", None), "_kv", None)
         if kv is not None:
-            theirs = kv._sequences[sequence.single_block_id]
+            theirs = kv._rows.sequences[sequence.single_block_id]
             assert state(theirs) == state(sequence)
             assert theirs.token_ids.tolist() == sequence.token_ids.tolist()
             assert theirs.retention == sequence.retention

@@ -106,7 +106,7 @@ def test_only_what_is_new_travels(host, rank):
     assert sizes == [196, 1, 1, 1, 1]
     answers = [host.call(call) for call in rank.calls]
     assert [len(answer.states.block_ids) for answer in answers] == [49, 1, 0, 0, 0]
-    theirs = host._kv._sequences[sequence.single_block_id]
+    theirs = host._kv._rows.sequences[sequence.single_block_id]
     assert theirs.token_ids.tolist() == sequence.token_ids.tolist()
 
 
@@ -116,7 +116,7 @@ def test_tokens_appended_while_a_call_is_under_way_are_sent_with_the_next(host, 
     sequence.append(77)
     reply.result()
     rank.allocate([sequence], [5]).result()
-    theirs = host._kv._sequences[sequence.single_block_id]
+    theirs = host._kv._rows.sequences[sequence.single_block_id]
     assert theirs.token_ids.tolist() == [0, 1, 2, 3, 77]
 
 
@@ -131,7 +131,7 @@ def test_deltas_that_overlap_add_each_token_once(host, rank):
     for reply in reversed(replies):
         reply.result()
     rank.allocate([sequence], [6]).result()
-    theirs = host._kv._sequences[sequence.single_block_id]
+    theirs = host._kv._rows.sequences[sequence.single_block_id]
     assert theirs.token_ids.tolist() == [0, 1, 2, 3, 77, 78]
 
 
@@ -142,7 +142,7 @@ def test_a_refused_growth_does_not_lose_tokens(host, rank):
     with pytest.raises(RequestError):
         rank.allocate([sequence], [sequence.num_tokens]).result()
     assert rank.allocate([sequence], [396]).result()
-    theirs = host._kv._sequences[sequence.single_block_id]
+    theirs = host._kv._rows.sequences[sequence.single_block_id]
     assert theirs.token_ids.tolist() == sequence.token_ids.tolist()
 
 

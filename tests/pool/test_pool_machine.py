@@ -214,7 +214,7 @@ class PoolMachine(RuleBasedStateMachine):
         for _, sequence in self.twins:
             if sequence.single_block_id is not None:
                 kv = self.pools[1].ranks[sequence.dp_rank].host._kv
-                theirs = kv._sequences[sequence.single_block_id]
+                theirs = kv._rows.sequences[sequence.single_block_id]
                 assert np.array_equal(theirs.kv_state.block_ids, sequence.kv_state.block_ids)
 
 

@@ -78,7 +78,7 @@ def books(kv, *sequences):
         kv.tables.table.tolist(),
         [(ids(s), s.single_block_id, s.kv_state.num_computed_tokens) for s in sequences],
         kv.block_manager._ledger.counts.tolist(),
-        [(name, list(each._due), len(each._due_pins)) for name, each in kv._swaps.items()],
+        [(name, list(each._due), len(each._due_pins)) for name, each in kv._copies.owed.items()],
     )
 
 
@@ -705,7 +705,7 @@ def test_what_goes_wrong_shows(tamper, monkeypatch):
     elif tamper == "no pins":
         monkeypatch.setattr("raykv.core.copy_on_write.SwapList.add", _add_without_pin)
     else:
-        monkeypatch.setattr(RankKV, "_due_copies", lambda self, running: [])
+        monkeypatch.setattr("raykv.core.copy_on_write.CopyOnWrite.due", lambda self, running: [])
     with pytest.raises(AssertionError):
         enumerate_orders(lambda: World(RankKV(CONFIGS[20]), 3, 3), THREE, 4)
 

@@ -716,7 +716,7 @@ def test_integrity_sees_rows_that_disagree(make_rank):
             kv.check_integrity()
 
     def forget(kv, sequence):
-        kv._sequences[1] = None
+        kv._rows.sequences[1] = None
 
     def other_ids(kv, sequence):
         sequence.kv_state.block_ids = np.array([1, 3, 2], np.int32)

@@ -33,7 +33,7 @@ class Unmarked(RankKV):
 
     def begin_version(self, version):
         super().begin_version(version)
-        self._stale_rows.clear()
+        self._rows.stale.clear()
 
 
 class World:
@@ -210,7 +210,7 @@ def test_rows_are_not_marked_for_ever(world):
 
 def test_the_audit_sees_a_mark_that_outlived_its_sequence():
     kv = make_rank()
-    kv._stale_rows.add(3)
+    kv._rows.stale.add(3)
     with pytest.raises(IntegrityError, match="stale"):
         kv.check_integrity()
 
