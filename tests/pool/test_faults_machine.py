@@ -23,9 +23,6 @@ from raykv.errors import RankUnavailableError
 from raykv.testing import CALL_FAULTS, Faults, MortalHost, inject, loopback_driver
 
 LEASE_S = 5.0
-PHASES = [Phase.explicit, Phase.reuse, Phase.generate] + (
-    [Phase.shrink] if "SHR" in os.environ else []
-)
 
 tokens = st.one_of(
     st.lists(st.integers(0, 1), min_size=1, max_size=8),
@@ -422,9 +419,4 @@ TestFaultsMachine.settings = settings(max_examples=100, stateful_step_count=30, 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 class TestLongFaultsMachine(FaultsMachine.TestCase):
-    settings = settings(
-        max_examples=int(os.environ.get("NEX", "4000")),
-        stateful_step_count=80,
-        deadline=None,
-        phases=PHASES,
-    )
+    settings = settings(max_examples=2500, stateful_step_count=80, deadline=None)
