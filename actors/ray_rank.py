@@ -45,7 +45,7 @@ class RayRank(RemoteRank):
         self._is_here = node_id == ray.get_runtime_context().get_node_id()
         self._process = RankProcess.find(info.pid) if self._is_here else None
         self._beat: Any = None  # the reference of the answer to the heartbeat under way
-        self._num_silent = 0  # heartbeats that it could have been answered in
+        self._num_silent = 0  # heartbeats since it was heard last
         self._closing: Any = None  # the reference of the actor's answer to ``close``
         self._is_closed = False
         self._close_lock = threading.Lock()
@@ -65,28 +65,37 @@ class RayRank(RemoteRank):
         """See RankHandle."""
         if self._closing is not None or self._is_closed or not ray.is_initialized():
             return
+        has_ended = self._process is not None and self._process.wait(0)
+        if has_ended:
+            self.lose(f"{self._who} has died: {_GONE}")
         if self._beat is None:
             self._beat = self._submit(self._actor.health, self.driver_id, self.session)
-            self._num_silent = 0
             if self._beat is None:
                 return
         if not ray.wait([self._beat], timeout=0)[0]:
-            # Counted, not timed: a driver that was stopped itself finds nobody silent.
-            self._num_silent += 1
-            if self._num_silent * self.config.heartbeat_s > self.config.silence_s:
-                self.lose(f"{self._who} is silent for {self.config.silence_s:g} s: {_GONE}")
+            self._note_silence()
             return
         reference, self._beat = self._beat, None
         try:
             health: Health = ray.get(reference)
         except ActorUnavailableError:
-            pass  # not reached at this time; silence has its limit
+            self._note_silence()  # not reached at this time, or starting again
         except Exception as error:  # noqa: BLE001 - whatever Ray raises, it is not there
             self.lose(str(translate(error, self._who, 0)))
         else:
-            if health.info.pid != self.info.pid and self._is_here:
-                self._process = RankProcess.find(health.info.pid)
+            self._num_silent = 0
+            if health.info.pid != self.info.pid:
+                is_here = self._is_here and health.info.node == self.info.node
+                self._process = RankProcess.find(health.info.pid) if is_here else None
+            elif has_ended:
+                return  # it answered before it died
             self.hear(health)
+
+    def _note_silence(self) -> None:
+        # Counted, not timed: a driver that was stopped itself finds nobody silent.
+        self._num_silent += 1
+        if self._num_silent * self.config.heartbeat_s > self.config.silence_s:
+            self.lose(f"{self._who} is silent for {self.config.silence_s:g} s: {_GONE}")
 
     def get(self, reference: Any, session: int, wait_s: float = 0) -> Any:
         """Wait for an answer of the actor, as long as the session lasts.
