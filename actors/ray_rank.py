@@ -65,13 +65,11 @@ class RayRank(RemoteRank):
         """See RankHandle."""
         if self._closing is not None or self._is_closed or not ray.is_initialized():
             return
-        has_ended = self._process is not None and self._process.wait(0)
-        if has_ended:
-            self.lose(f"{self._who} has died: {_GONE}")
+        has_ended = self._look_at_process()
         if self._beat is None:
             self._beat = self._submit(self._actor.health, self.driver_id, self.session)
-            if self._beat is None:
-                return
+        if self._beat is None:
+            return
         if not ray.wait([self._beat], timeout=0)[0]:
             self._note_silence()
             return
@@ -84,12 +82,19 @@ class RayRank(RemoteRank):
             self.lose(str(translate(error, self._who, 0)))
         else:
             self._num_silent = 0
-            if health.info.pid != self.info.pid:
+            is_new = health.info.pid != self.info.pid
+            if is_new:
                 is_here = self._is_here and health.info.node == self.info.node
                 self._process = RankProcess.find(health.info.pid) if is_here else None
-            elif has_ended:
-                return  # it answered before it died
-            self.hear(health)
+            if is_new or not has_ended:  # else it answered before it died
+                self.hear(health)
+
+    def _look_at_process(self) -> bool:
+        """Whether the rank's process is seen to have ended, which Ray says late."""
+        has_ended = self._process is not None and self._process.wait(0)
+        if has_ended:
+            self.lose(f"{self._who} has died: {_GONE}")
+        return has_ended
 
     def _note_silence(self) -> None:
         # Counted, not timed: a driver that was stopped itself finds nobody silent.

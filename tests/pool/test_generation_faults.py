@@ -178,6 +178,12 @@ def outputs_of(pool):
     return found
 
 
+def set_faults(faults, rng, most):
+    """Let each fault happen to a share of the messages, of up to ``most``; deaths are rarer."""
+    for kind in CALL_FAULTS:
+        setattr(faults, kind, most * rng.random() / (50 if kind.startswith("death") else 1))
+
+
 def disturb(hosts, faults, rng, seconds):
     """Kill, freeze and thaw ranks, and let messages go astray, for a while."""
     deadline = time.monotonic() + seconds
@@ -190,9 +196,7 @@ def disturb(hosts, faults, rng, seconds):
             time.sleep(rng.random() / 20)
             host.thaw()
         elif blow in {"messages", "calm"}:
-            for kind in CALL_FAULTS:
-                share = 0.002 if kind.startswith("death") else 0.1
-                setattr(faults, kind, share * rng.random() if blow == "messages" else 0.0)
+            set_faults(faults, rng, 0.1 if blow == "messages" else 0.0)
         else:
             getattr(host, blow)()
         num_blows += 1
@@ -202,8 +206,7 @@ def disturb(hosts, faults, rng, seconds):
                 each.restart()
             elif rng.random() < 0.7:
                 each.thaw()
-    for kind in CALL_FAULTS:
-        setattr(faults, kind, 0.0)
+    set_faults(faults, rng, 0.0)
     for host in hosts:
         host.thaw()
         if host.is_dead:
