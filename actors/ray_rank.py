@@ -45,7 +45,7 @@ class RayRank(RemoteRank):
         self._is_here = node_id == ray.get_runtime_context().get_node_id()
         self._process = RankProcess.find(info.pid) if self._is_here else None
         self._beat: Any = None  # the reference of the answer to the heartbeat under way
-        self._num_silent = 0  # heartbeats since it was heard of
+        self._num_silent = 0  # heartbeats since it was heard last
         self._closing: Any = None  # the reference of the actor's answer to ``close``
         self._is_closed = False
         self._close_lock = threading.Lock()
@@ -65,37 +65,42 @@ class RayRank(RemoteRank):
         """See RankHandle."""
         if self._closing is not None or self._is_closed or not ray.is_initialized():
             return
-        if self._process is not None and self._process.wait(0):
-            self._process = None
-            self.lose(f"{self._who} died: {_GONE}")
+        has_ended = self._look_at_process()
         if self._beat is None:
             self._beat = self._submit(self._actor.health, self.driver_id, self.session)
         if self._beat is None:
             return
-        if ray.wait([self._beat], timeout=0)[0]:
-            reference, self._beat = self._beat, None
-            if self._hear_from(reference):
-                self._num_silent = 0
-                return
+        if not ray.wait([self._beat], timeout=0)[0]:
+            self._note_silence()
+            return
+        reference, self._beat = self._beat, None
+        try:
+            health: Health = ray.get(reference)
+        except ActorUnavailableError:
+            self._note_silence()  # not reached at this time, or starting again
+        except Exception as error:  # noqa: BLE001 - whatever Ray raises, it is not there
+            self.lose(str(translate(error, self._who, 0)))
+        else:
+            self._num_silent = 0
+            is_new = health.info.pid != self.info.pid
+            if is_new:
+                is_here = self._is_here and health.info.node == self.info.node
+                self._process = RankProcess.find(health.info.pid) if is_here else None
+            if is_new or not has_ended:  # else it answered before it died
+                self.hear(health)
+
+    def _look_at_process(self) -> bool:
+        """Whether the rank's process is seen to have ended, which Ray says late."""
+        has_ended = self._process is not None and self._process.wait(0)
+        if has_ended:
+            self.lose(f"{self._who} has died: {_GONE}")
+        return has_ended
+
+    def _note_silence(self) -> None:
         # Counted, not timed: a driver that was stopped itself finds nobody silent.
         self._num_silent += 1
         if self._num_silent * self.config.heartbeat_s > self.config.silence_s:
             self.lose(f"{self._who} is silent for {self.config.silence_s:g} s: {_GONE}")
-
-    def _hear_from(self, reference: Any) -> bool:
-        """Read the answer to a heartbeat; False if it was not reached, which counts as silence."""
-        try:
-            health: Health = ray.get(reference)
-        except ActorUnavailableError:
-            return False  # for a moment, or while its node is gone and Ray has no other for it
-        except Exception as error:  # noqa: BLE001 - whatever Ray raises, it is not there
-            self.lose(str(translate(error, self._who, 0)))
-            return True
-        if health.info.pid != self.info.pid:
-            is_here = self._is_here and health.info.node == self.info.node  # it may have moved
-            self._process = RankProcess.find(health.info.pid) if is_here else None
-        self.hear(health)
-        return True
 
     def get(self, reference: Any, session: int, wait_s: float = 0) -> Any:
         """Wait for an answer of the actor, as long as the session lasts.

@@ -14,6 +14,11 @@ _NUM_REMEMBERED = 64
 _MAX_ENDED = 4096
 
 
+def session_name(driver_id: str, session: int) -> str:
+    """Whom an engine works for: requests and outputs of two sessions must not meet."""
+    return f"{driver_id}/{session}"
+
+
 @dataclass(slots=True, eq=False)
 class Lease:
     """One session of one driver.
@@ -33,6 +38,11 @@ class Lease:
     sequences: RankSequences
     answers: OrderedDict[int, Answer] = field(default_factory=OrderedDict)
     forgotten: int = 0
+
+    @property
+    def name(self) -> str:
+        """Of the session, for the engine: see ``session_name``."""
+        return session_name(self.driver_id, self.session)
 
     def remember(self, answer: Answer) -> None:
         """Keep an answer for whoever asks again; the oldest one goes."""

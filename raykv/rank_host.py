@@ -13,6 +13,7 @@ from raykv.config import PoolConfig
 from raykv.engine.build import build_rank
 from raykv.engine.worker import RankWorker
 from raykv.errors import NotSupportedError, RankUnavailableError
+from raykv.leases import session_name
 from raykv.messages import Answer, Call, Health, Outputs, RankInfo
 from raykv.rank_service import RankService
 
@@ -94,7 +95,7 @@ class RankHost:
 
         Args:
             driver_id: whose.
-            session: which; another one than the driver's current one gets nothing.
+            session: which; it gets nothing of an earlier one's, even before it began here.
             seen: how many deltas it has had.
             wait_s: seconds to wait for something new.
 
@@ -108,7 +109,7 @@ class RankHost:
                 f"rank {self._kv.dp_rank} knows session {session} of driver {driver_id} no more: "
                 "its requests were ended, send them again"
             )
-        first, deltas = self._worker.poll(driver_id, wait_s, seen)
+        first, deltas = self._worker.poll(session_name(driver_id, session), wait_s, seen)
         return Outputs(first, deltas, self._worker.stats)
 
     def expire(self) -> int:
@@ -152,9 +153,9 @@ class RankHost:
                     end_process(str(error))
                 return
 
-    def _forget_outputs(self, driver_id: str) -> None:
+    def _forget_outputs(self, session: str) -> None:
         if self._worker is not None:
-            self._worker.forget(driver_id)
+            self._worker.forget(session)
 
     def _check_alive(self) -> None:
         if self._worker is not None:

@@ -22,7 +22,7 @@ class RankService:
         epoch: tells this start of the rank from earlier ones.
         engine: the rank's engine, if it has one.
         clock: seconds, for leases.
-        on_end: called with the id of a driver whose session ended.
+        on_end: called with the name of a session that ended.
 
     Attributes:
         leases: the drivers' sessions; ``leases.renew`` may be called from any thread.
@@ -88,13 +88,13 @@ class RankService:
     def _end(self, lease: Lease) -> None:
         """Everything of a session comes back; nothing of it is published any more."""
         if self._engine is not None:
-            self._engine.drop(lease.driver_id)
+            self._engine.drop(lease.name)
         if self._updating is not None and self._updating[0] == lease.driver_id:
             self._lifecycle.cancel_weights(self._updating[1])  # else nobody could update any more
         self.kv.deallocate_without_cache(lease.sequences.by_id.values())
         self.kv.forget_driver(lease.driver_id)
         self.leases.end(lease)
-        self._on_end(lease.driver_id)
+        self._on_end(lease.name)
 
     def check_integrity(self) -> None:
         """Check the rank's books; raises IntegrityError."""
@@ -135,9 +135,9 @@ class RankService:
             case "ack_swaps":
                 self.kv.ack_swaps(call.driver_id)
             case "submit":
-                self._running_engine().submit(call.argument, call.driver_id)
+                self._running_engine().submit(call.argument, lease.name)
             case "abort":
-                self._running_engine().abort(call.argument, call.driver_id)
+                self._running_engine().abort(call.argument, lease.name)
             case (
                 "prepare_weights"
                 | "apply_weights"

@@ -24,6 +24,7 @@ from raykv.mirror import Mirror
 from raykv.rank_handle import Done, Failed, RankHandle, Reply
 
 _RESEND_S = 0.01
+_POLL_AGAIN_S = 0.05
 _log = logging.getLogger(__name__)
 
 
@@ -267,7 +268,7 @@ class RemoteRank(RankHandle):
         try:
             outputs = self.fetch(session, seen, wait_s)
         except ReplyLostError:
-            time.sleep(_RESEND_S)  # an actor without a process refuses at once
+            time.sleep(min(wait_s, _POLL_AGAIN_S))  # such as while it starts again
             return []  # what was lost comes again
         except RankUnavailableError as error:
             self.lose(str(error), session)

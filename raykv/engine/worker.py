@@ -109,11 +109,14 @@ class RankWorker:
             RankUnavailableError: nothing is left and nothing will come.
         """
         with self._changed:
-            # Once the driver is forgotten this is not its channel any more, and stays silent.
-            channel = self._channels.setdefault(driver_id, _Channel())
+            channel = self._channels.get(driver_id, _Channel(seen))
             del channel.deltas[: max(0, seen - channel.first)]
             channel.first = max(seen, channel.first)
-            self._changed.wait_for(lambda: self._closed or bool(channel.deltas), wait_s)
+            # Looked up again each time: it is made by the first delta, and gone with the driver.
+            self._changed.wait_for(
+                lambda: self._closed or bool(self._channels.get(driver_id, channel).deltas), wait_s
+            )
+            channel = self._channels.get(driver_id, _Channel(seen))
             if self._closed and not channel.deltas:
                 raise self._unavailable()
             return channel.first, list(channel.deltas)
