@@ -60,6 +60,7 @@ class RemoteRank(RankHandle):
         self._num_seen = 0  # deltas of this session
         self._returned_s: float | None = None
         self._welcomer: threading.Thread | None = None
+        self._session_tried: int | None = None  # the last one in which the rank was welcomed
         self._mirror = Mirror(info.dp_rank, info.block_size)
         self._interrupted: list[_RemoteReply] = []
         self._num_resets = self._num_resets_heard = 0  # of the prefix cache: asked for, and done
@@ -120,6 +121,9 @@ class RemoteRank(RankHandle):
         with self._lock:
             self.info, self.limits = info, info.limits
             self._stats = info.stats
+            if self._session_tried == self.session:
+                self.session += 1  # the rank remembers the answers of the attempt before
+            self._session_tried = self.session
             self._numbers = itertools.count(1)
             self._num_seen = 0
             # Its first word is the tombstone of all that was given up; nobody waits for the answer.

@@ -142,6 +142,26 @@ def test_a_rank_that_cannot_be_brought_up_to_date_is_not_used(hosts, pool, monke
     assert pool.weights_version() == [2, 2]
 
 
+def test_a_second_welcome_is_not_answered_with_the_answers_of_the_first(hosts, pool, monkeypatch):
+    heard = []
+
+    def welcome(rank):
+        if not heard:
+            heard.append(rank.weights_status().result())
+            raise OSError("not yet")
+        heard.append(rank.retire(0).result())
+
+    hosts[0].kill()
+    pool.monitor.beat()
+    hosts[0].restart()
+    monkeypatch.setattr(pool.ranks[0], "welcome", welcome)
+    pool.monitor.beat()
+    assert pool.ranks[0].lost
+    pool.monitor.beat()
+    assert pool.ranks[0].lost is None
+    assert heard[1] == 0, "how much is evictable, not the status that was asked for before"
+
+
 def test_an_update_goes_on_without_a_rank_that_is_lost_in_its_midst(hosts, pool, monkeypatch):
     apply = type(pool.ranks[1]).apply_weights
 
