@@ -33,7 +33,7 @@ from raykv.generation import Batch, Generations, Listener, collect, sample_id
 from raykv.local_rank import LocalRank
 from raykv.monitor import Monitor
 from raykv.prompts import Prompts, token_rows
-from raykv.rank_handle import RankHandle, Reply, results
+from raykv.rank_handle import RankHandle, Reply, raise_first, results
 from raykv.routing import Router
 
 T = TypeVar("T")
@@ -411,20 +411,19 @@ class BlockManagerPool(KVCacheManager):
             for rank, (members, targets) in groups.items()
         }
         done: list[int] = []
-        errors: list[Exception] = []
+        errors: list[BaseException] = []
         for rank, reply in replies.items():
             try:
                 if reply.result():
                     done.append(rank)
-            except Exception as error:  # noqa: BLE001 - raised below, once all ranks answered
+            except BaseException as error:  # noqa: BLE001 - raised below, once all ranks answered
                 errors.append(error)
         if len(done) == len(groups):
             return True
         results([self.ranks[rank].undo(groups[rank][0], before[rank]) for rank in done])
         for sequence, dp_rank in preset:
             sequence.dp_rank = dp_rank  # what the caller chose outlasts the refusal
-        if errors:
-            raise errors[0]
+        raise_first(errors)
         return False
 
     def _release(self, sequences: Sequences, *, publish: bool) -> None:
