@@ -28,6 +28,7 @@ LONG_FILES = {
     "tests/rank/test_fork.py": "one simulated memory, and all orders of what may happen to it",
     "tests/engine/test_scheduler.py": "admission, chunks and growth, over one set of fakes",
     "tests/pool/test_conformance.py": "one suite, run over every kind of rank",
+    "tests/pool/test_faults_machine.py": "one machine, whose rules lean on one another",
     "tests/rank/test_rank.py": "all that a rank promises, over one set of configurations",
 }
 
