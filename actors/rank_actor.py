@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
@@ -19,6 +20,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 CONCURRENCY_GROUPS = {"call": 1, "poll": 16, "health": 2}
 """Threads per group: calls are applied one by one, in the order they came; a long poll holds a
 thread per driver; heartbeats and closing never wait behind either."""
+
+_START_AGAIN_S = 1.0
 
 
 def _in_group(name: str) -> Callable[[F], F]:
@@ -47,6 +50,11 @@ class RankActor:
             self._host.watch(_end_process)
         except Exception as error:  # noqa: BLE001 - whatever it is, the driver must hear of it
             self._failure = error
+            if ray.get_runtime_context().was_current_actor_reconstructed:
+                # Its drivers were served by it before. What keeps it from starting, such as memory
+                # that the one before still holds, may pass; a rank that only says so would not.
+                time.sleep(_START_AGAIN_S)
+                _end_process(f"it cannot start again: {type(error).__name__}: {error}")
 
     @_in_group("health")
     def ready(self) -> tuple[RankInfo, str]:

@@ -121,7 +121,8 @@ class Generations:
         try:
             self._submit_all(self._place(batch))
         except BaseException:
-            batch.is_abandoned = True
+            self.abandon(batch)
+            self._drop_unsent(batch)
             raise
         finally:
             # Whoever gave up meanwhile may have been faster than the submission.
@@ -141,6 +142,17 @@ class Generations:
         """End what is left of a batch that nobody waits for any more; started or not."""
         batch.is_abandoned = True
         self._withdraw(lambda entry: entry.batch is batch)
+
+    def _drop_unsent(self, batch: Batch) -> None:
+        """An interrupt may come before a submission; the end of what was submitted is awaited."""
+        with self._lock:
+            for pending in self._pending:
+                for name, entry in [*pending.items()]:
+                    if entry.batch is batch and entry.session is None:
+                        del pending[name]
+                        self._router.credit(entry.charge, 0, is_last=True)
+        for rank in range(len(self._ranks)):
+            self._ensure_pump(rank)
 
     def _entries(self) -> Iterator[_Pending]:
         for pending in (*self._pending, self._homeless):
@@ -218,18 +230,18 @@ class Generations:
         """Let other ranks go on with what a lost one had, where that is wanted."""
         deadline = time.monotonic() + self._patience_s
         while is_hopeless := self._is_hopeless():
-            if not self._fails_over or self._closed or time.monotonic() > deadline:
+            entries = self._end_unwanted(entries)
+            if not self._fails_over or self._closed or time.monotonic() > deadline or not entries:
                 break
             time.sleep(_LOOK_S)
+        entries = self._end_unwanted(entries)
         placed: dict[int, list[GenerationRequest]] = {}
         over: list[tuple[_Pending, TokenDelta]] = []
         with self._lock:
             for entry in entries:
                 name = entry.request.request_id
                 del self._homeless[name]
-                if _is_unwanted(entry):
-                    over.append((entry, TokenDelta(name, output=_aborted(entry.request))))
-                elif is_hopeless:
+                if is_hopeless:
                     over.append((entry, TokenDelta(name, error=_known(lost))))
                 else:
                     try:
@@ -251,6 +263,17 @@ class Generations:
         num_left = request.params.max_tokens - len(request.produced.token_ids)
         rank = self._router.choose([handle.room for handle in self._ranks], prompt, num_left)
         return self._router.charge(rank, prompt, num_left)
+
+    def _end_unwanted(self, entries: list[_Pending]) -> list[_Pending]:
+        """Tell who gave up meanwhile that his request is over; returns the others."""
+        with self._lock:
+            unwanted = [entry for entry in entries if _is_unwanted(entry)]
+            for entry in unwanted:
+                del self._homeless[entry.request.request_id]
+        for entry in unwanted:
+            output = _aborted(entry.request)
+            self._tell(entry, TokenDelta(output.request_id, output=output))
+        return [entry for entry in entries if entry not in unwanted]
 
     def _is_hopeless(self) -> bool:
         return not self._fails_over or all(handle.lost is not None for handle in self._ranks)

@@ -8,7 +8,7 @@ from collections.abc import Sequence as SequenceOf
 from typing import TypeAlias
 
 from raykv.core.sequence import Sequence
-from raykv.rank_handle import RankHandle, results
+from raykv.rank_handle import RankHandle, raise_first, results
 
 Groups: TypeAlias = dict[int, tuple[list[Sequence], list[int]]]
 """Per rank the sequences of a call that go there, and the tokens that each is to hold."""
@@ -52,14 +52,14 @@ def _try(ranks: SequenceOf[RankHandle], groups: Groups, *, in_turn: bool) -> int
     preset = [(s, s.dp_rank, s.owner) for members, _ in groups.values() for s in members]
     replies = ((rank, ranks[rank].allocate(*groups[rank])) for rank in sorted(groups))
     granted: list[int] = []
-    errors: list[Exception] = []
+    errors: list[BaseException] = []
     for rank, reply in replies if in_turn else list(replies):
         try:
             if reply.result():
                 granted.append(rank)
             elif in_turn:
                 break
-        except Exception as error:  # noqa: BLE001 - raised below, once what was granted is back
+        except BaseException as error:  # noqa: BLE001 - raised below, once what was granted is back
             errors.append(error)
             if in_turn:
                 break
@@ -68,6 +68,5 @@ def _try(ranks: SequenceOf[RankHandle], groups: Groups, *, in_turn: bool) -> int
     results([ranks[rank].undo(groups[rank][0], before[rank]) for rank in granted])
     for sequence, dp_rank, owner in preset:  # what was chosen outlasts the refusal
         sequence.dp_rank, sequence.owner = dp_rank, owner
-    if errors:
-        raise errors[0]
+    raise_first(errors)
     return len(granted)

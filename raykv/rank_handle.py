@@ -181,14 +181,22 @@ class RankHandle(ABC):
 
 
 def results(replies: SequenceOf[Reply[T]]) -> list[T]:
-    """What all replies say, in order; raises the first error once every reply was read."""
+    """What all replies say, in order; raises the first error once every reply was read.
+
+    So it does when it is interrupted: a reply that nobody reads is a copy out of date.
+    """
     values: list[T] = []
-    errors: list[Exception] = []
+    errors: list[BaseException] = []
     for reply in replies:
         try:
             values.append(reply.result())
-        except Exception as error:  # noqa: BLE001 - raised below: a reply unread is a copy out of date
+        except BaseException as error:  # noqa: BLE001 - raised below
             errors.append(error)
-    if errors:
-        raise errors[0]
+    raise_first(errors)
     return values
+
+
+def raise_first(errors: SequenceOf[BaseException]) -> None:
+    """Raise the first error, if there is one; an interrupt before all others."""
+    for error in sorted(errors, key=lambda error: isinstance(error, Exception)):
+        raise error

@@ -52,6 +52,7 @@ class RankHost:
         )
         self._stats = self._kv.rank_stats()
         self._lock = threading.Lock()  # in place of the owning thread
+        self._busy_since: float | None = None  # since when somebody holds it
         self._closed = threading.Event()
 
     def info(self) -> RankInfo:
@@ -80,11 +81,12 @@ class RankHost:
 
     @property
     def idle_s(self) -> float:
-        """Seconds since the owning thread last moved, while it has work; else 0."""
+        """Seconds since the owner last moved, while it has work; else 0."""
         worker = self._worker
-        if worker is None or not worker.is_busy:
-            return 0.0
-        return time.monotonic() - worker.last_moved
+        since = self._busy_since
+        if worker is not None:
+            since = worker.last_moved if worker.is_busy else None
+        return 0.0 if since is None else time.monotonic() - since
 
     def call(self, call: Call) -> Answer:
         """Apply a call; see RankService.apply."""
@@ -144,10 +146,12 @@ class RankHost:
                 return
             try:
                 self._check_alive()
-                if self._worker is None:
+                # Not awaited: the owner may be stuck.
+                if self._worker is not None:
+                    self._worker.call(self._service.expire)
+                elif self._lock.acquire(timeout=interval_s):
+                    self._lock.release()
                     self.expire()
-                else:
-                    self._worker.call(self._service.expire)  # not awaited: the engine may be stuck
             except RankUnavailableError as error:
                 if not self._closed.is_set():
                     end_process(str(error))
@@ -166,6 +170,10 @@ class RankHost:
         if self._worker is not None:
             return self._worker.call(function).result()
         with self._lock:
-            result = function()
-            self._stats = self._kv.rank_stats()  # heartbeats may not look for themselves
+            self._busy_since = time.monotonic()
+            try:
+                result = function()
+                self._stats = self._kv.rank_stats()  # heartbeats may not look for themselves
+            finally:
+                self._busy_since = None
             return result

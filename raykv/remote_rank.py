@@ -297,7 +297,15 @@ class RemoteRank(RankHandle):
                 call = self._new_call(operation, sequences, argument)
             except RaykvError as error:
                 return Failed(error)
-            return _RemoteReply(self, call, sequences, self.send(call))
+            try:
+                return _RemoteReply(self, call, sequences, self.send(call))
+            except Exception:
+                raise
+            except BaseException:
+                # Whether it was sent is not known: the next call sends it (again), and reads on.
+                lost = Failed(ReplyLostError(f"call {call.number} was interrupted"))
+                self._interrupted.append(_RemoteReply(self, call, sequences, lost))
+                raise
 
     def _new_call(
         self, operation: Operation, sequences: SequenceOf[Sequence] = (), argument: Any = None
@@ -348,9 +356,11 @@ class RemoteRank(RankHandle):
             raise RankUnavailableError(self.lost or f"rank {self.dp_rank} was lost meanwhile")
 
     def _settle_interrupted(self) -> None:
-        with self._lock:
-            replies, self._interrupted = self._interrupted, []
-        for reply in replies:
+        while True:
+            with self._lock:
+                if not self._interrupted:
+                    return
+                reply = self._interrupted.pop(0)
             with contextlib.suppress(Exception):  # whose call it was has heard of another error
                 reply.result()
 

@@ -21,13 +21,13 @@ HEAVY = ("ray", "torch", "transformers", "cupy")
 LONG_FILES = {
     "tests/core/test_block_manager.py": "all of a manager's contract, shared by two classes",
     "tests/core/test_state_machine.py": "one machine, whose rules lean on one another",
-    "tests/pool/test_faults_machine.py": "one machine: drivers, ranks and every fault between them",
     "tests/engine/test_engine.py": "all that an engine promises its users, on one toy model",
     "tests/core/test_explain.py": "each reason on each kind of neighbour, over one set of prompts",
     "tests/engine/test_samples.py": "forked samples through engine, pool and model",
     "tests/rank/test_fork.py": "one simulated memory, and all orders of what may happen to it",
     "tests/engine/test_scheduler.py": "admission, chunks and growth, over one set of fakes",
     "tests/pool/test_conformance.py": "one suite, run over every kind of rank",
+    "tests/pool/test_faults_machine.py": "one machine, whose rules lean on one another",
     "tests/rank/test_rank.py": "all that a rank promises, over one set of configurations",
 }
 

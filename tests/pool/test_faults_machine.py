@@ -413,7 +413,7 @@ class FaultsMachine(RuleBasedStateMachine):
 
 
 TestFaultsMachine = FaultsMachine.TestCase
-TestFaultsMachine.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestFaultsMachine.settings = settings(max_examples=300, stateful_step_count=30, deadline=None)
 
 
 @pytest.mark.nightly

@@ -20,6 +20,7 @@ BOUND_S = 90
 PROMPTS = [[1 + i, 2, 3, 4 + i % 3, 5] * 3 for i in range(6)]
 GREEDY = SamplingParams(max_tokens=40, ignore_eos=True, logprobs=1)
 SEEDED = SamplingParams(max_tokens=25, temperature=1.0, seed=7, n=2, ignore_eos=True)
+LONG = SamplingParams(max_tokens=300, ignore_eos=True)
 STREAM = SamplingParams(max_tokens=60, temperature=0.7, top_p=0.9, seed=3, ignore_eos=True)
 
 
@@ -82,6 +83,54 @@ def test_what_an_earlier_session_produced_is_not_taken_for_this_ones(model, monk
     assert tokens == expected
     rank.close()
     calm.close()
+
+
+def test_what_is_given_up_while_no_rank_is_left_ends(model):
+    hosts = make_hosts(model)
+    pool = loopback_driver(hosts)
+    found = []
+
+    def generate():
+        found.extend(pool.generate(PROMPTS[0], LONG, request_id="mine"))
+
+    thread = threading.Thread(target=generate)
+    thread.start()
+    wait_until(lambda: any(entry.produced for entry in pool.generations._entries()))
+    for host in hosts:
+        host.kill()
+    wait_until(lambda: pool.generations._homeless)
+    pool.abort("mine")
+    thread.join(pool.config.ray.failover_timeout_s / 2)
+    assert not thread.is_alive()
+    assert found[0].stop_reason == "abort"
+    assert found[0].token_ids
+    wait_until(lambda: pool.generations._pumps == [None, None])
+    assert pool._router.debits == [0, 0]
+    pool.close()
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+def test_an_interrupted_submission_leaves_nothing_behind(model, monkeypatch, arrives):
+    pool = loopback_driver(make_hosts(model))
+    rank = pool.ranks[0]
+    submit = rank.submit
+
+    def interrupted(requests):
+        if arrives:
+            submit(requests).result()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(rank, "submit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pool.generate(PROMPTS[:2], LONG, request_id="mine", dp_rank=0)
+    monkeypatch.undo()
+    wait_until(lambda: not any(pool.generations._pending))
+    assert pool._router.debits == [0, 0]
+    wait_until(lambda: pool.num_used_blocks() == [0, 0])
+    again = pool.generate(PROMPTS[:2], GREEDY, dp_rank=0)
+    assert [len(output.token_ids) for output in again] == [40, 40]
+    wait_until(lambda: pool.generations._pumps == [None, None])
+    pool.close()
 
 
 class Load:

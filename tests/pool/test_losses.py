@@ -77,6 +77,78 @@ def test_a_shared_prefix_is_looked_for_on_a_rank_that_is_left():
     assert (sequence.dp_rank, sequence.kv_state.num_computed_tokens) == (1, 8)
 
 
+# -- interrupts ------------------------------------------------------------------------------------
+
+
+class Interrupted:
+    """A reply whose reader is interrupted, once."""
+
+    def __init__(self, reply):
+        self.reply, self.is_first = reply, True
+
+    def result(self):
+        if self.is_first:
+            self.is_first = False
+            raise KeyboardInterrupt
+        return self.reply.result()
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+def test_a_call_that_is_interrupted_while_it_is_sent_loses_nothing(monkeypatch, arrives):
+    pool = loopback_driver(make_hosts())
+    sequence, rank = on_rank(0), pool.ranks[0]
+    send = rank.send
+
+    def interrupted(call):
+        if arrives:
+            send(call)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(rank, "send", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pool.allocate(sequence)
+    monkeypatch.undo()
+    assert pool.num_used_blocks() == [2, 0]
+    assert sequence.kv_state.num_blocks == 2
+    pool.deallocate(sequence)
+    assert pool.num_used_blocks() == [0, 0]
+
+
+@pytest.mark.parametrize("interrupted", [0, 1])
+def test_a_list_that_is_interrupted_over_ranks_loses_nothing(monkeypatch, interrupted):
+    pool = loopback_driver(make_hosts())
+    both = [on_rank(0), on_rank(1)]
+    rank = pool.ranks[interrupted]
+    send = rank.send
+    monkeypatch.setattr(rank, "send", lambda call: Interrupted(send(call)))
+    with pytest.raises(KeyboardInterrupt):
+        pool.allocate(both)
+    monkeypatch.undo()
+    assert sum(pool.num_used_blocks()) == 2, "the other rank's part was taken back"
+    assert [s.kv_state.num_blocks for s in both] == [2 * (i == interrupted) for i in range(2)]
+    assert pool.allocate(both)
+    pool.deallocate(both)
+    assert pool.num_used_blocks() == [0, 0]
+
+
+def test_a_release_that_is_interrupted_reads_every_answer(monkeypatch):
+    pool = loopback_driver(make_hosts())
+    both = [on_rank(0), on_rank(1)]
+    assert pool.allocate(both)
+    rank = pool.ranks[0]
+    send = rank.send
+    monkeypatch.setattr(rank, "send", lambda call: Interrupted(send(call)))
+    with pytest.raises(KeyboardInterrupt):
+        pool.deallocate(both)
+    monkeypatch.undo()
+    assert both[1].single_block_id is None
+    assert pool.num_used_blocks() == [0, 0]
+    assert both[0].single_block_id is None
+
+
+# -- resets ----------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("loses", [True, False])
 def test_a_reset_reaches_a_rank_that_was_lost_meanwhile(loses):
     hosts = make_hosts()

@@ -25,6 +25,17 @@ SETTINGS = {"num_blocks": 40, "block_size": 4, "max_num_seqs": 8}
 def cluster():
     """A local Ray. Its directory has a short name, for sockets lie in it."""
     folder = tempfile.mkdtemp(prefix="rk", dir="/tmp")
+    (Path(folder) / "faults").mkdir()
+    with pytest.MonkeyPatch.context() as patch:  # what the workers inherit
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent / "plugins"), prepend=os.pathsep)
+        patch.setenv("RAYKV_TEST_FAULTS", str(Path(folder) / "faults"))
+        start_ray(folder)
+    yield folder
+    ray.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def start_ray(folder):
     ray.init(
         address="local",
         num_cpus=6,
@@ -36,9 +47,15 @@ def cluster():
         _node_ip_address="127.0.0.1",
         _temp_dir=folder,
     )
-    yield
-    ray.shutdown()
-    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def faults(cluster):
+    """A folder in which orders are left for ``plugins/faulty_policy.py``."""
+    folder = Path(cluster) / "faults"
+    yield folder
+    for order in folder.iterdir():
+        order.unlink()
 
 
 @pytest.fixture
