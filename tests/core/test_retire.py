@@ -103,7 +103,7 @@ def test_a_failed_allocation_evicts_nothing_that_is_retired(manager):
 def test_retiring_twice_or_what_nobody_computed_changes_nothing(manager):
     old = publish(manager, run_of(2, 1), OLD)
     assert [manager.retire(version) for version in (7, 1, 1)] == [0, 1, 1]
-    assert len(manager._cache._order.retired.stamps()) == 1
+    assert len(manager._cache._order.retired.entries()) == 1
     new = publish(manager, run_of(2, 1), NEW)
     assert victims(manager) == [*old, *new]
 
