@@ -10,7 +10,7 @@ from raykv.errors import RankUnavailableError
 from raykv.messages import Answer
 from raykv.rank_sequences import RankSequences
 
-_NUM_REMEMBERED = 64
+_MAX_REMEMBERED = 4096  # for drivers that leave answers unread
 _MAX_ENDED = 4096
 
 
@@ -44,10 +44,14 @@ class Lease:
         """Of the session, for the engine: see ``session_name``."""
         return session_name(self.driver_id, self.session)
 
-    def remember(self, answer: Answer) -> None:
-        """Keep an answer for whoever asks again; the oldest one goes."""
+    def remember(self, answer: Answer, settled: int) -> None:
+        """Keep an answer for whoever asks again; those up to number ``settled`` go."""
+        if settled > self.forgotten:
+            self.forgotten = settled
+            for number in [number for number in self.answers if number <= settled]:
+                del self.answers[number]
         self.answers[answer.number] = answer
-        if len(self.answers) > _NUM_REMEMBERED:
+        if len(self.answers) > _MAX_REMEMBERED:
             number, _ = self.answers.popitem(last=False)
             self.forgotten = max(self.forgotten, number)
 

@@ -3,7 +3,8 @@
 A driver sends deltas (tokens the rank has not seen) and gets deltas back (blocks it has not seen).
 Each call carries who calls, in which session, a call number and the rank's epoch:
 
-- a call that is repeated after a lost reply is answered from memory instead of applied twice;
+- a call that is repeated after a lost reply is answered from memory instead of applied twice; the
+  rank remembers answers until a later call says that they are settled;
 - a call that outlived a restart of the rank is of another epoch, and refused;
 - a driver that gave a rank up, for it was silent or its answers were lost, counts its session up.
   With the first word of the new session the rank drops all that the driver held there, and refuses
@@ -109,6 +110,7 @@ class Call(Packed):
         operation: what to do.
         updates: the sequences it is about; None if it is about none.
         argument: what else the operation needs; keywords, for those of Lifecycle.
+        settled: no call up to this number will be sent again.
     """
 
     driver_id: str
@@ -118,6 +120,7 @@ class Call(Packed):
     operation: Operation
     updates: SequenceUpdates | None = None
     argument: Any = None
+    settled: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,11 +69,11 @@ class RankService:
             return lease.answers[call.number]
         if call.number <= lease.forgotten:
             raise RankUnavailableError(
-                f"rank {self.kv.dp_rank} refuses call {call.number}, which comes after call "
-                f"{lease.forgotten + len(lease.answers)}: it may have been applied already"
+                f"rank {self.kv.dp_rank} refuses call {call.number}: its driver has settled the "
+                f"calls up to {lease.forgotten}, so it may have been applied already"
             )
         answer = self._answer(call, lease)
-        lease.remember(answer)
+        lease.remember(answer, call.settled)
         if call.operation == "leave":
             self._end(lease)
         return answer

@@ -57,6 +57,7 @@ class RemoteRank(RankHandle):
         self.config = config
         self._stats = info.stats
         self._numbers = itertools.count(1)
+        self._unsettled: set[int] = set()  # calls of this session that may be sent again
         self._num_seen = 0  # deltas of this session
         self._returned_s: float | None = None
         self._welcomer: threading.Thread | None = None
@@ -125,6 +126,7 @@ class RemoteRank(RankHandle):
                 self.session += 1  # the rank remembers the answers of the attempt before
             self._session_tried = self.session
             self._numbers = itertools.count(1)
+            self._unsettled.clear()
             self._num_seen = 0
             # Its first word is the tombstone of all that was given up; nobody waits for the answer.
             self.send(self._new_call("refresh"))
@@ -297,9 +299,11 @@ class RemoteRank(RankHandle):
                 call = self._new_call(operation, sequences, argument)
             except RaykvError as error:
                 return Failed(error)
+            self._unsettled.add(call.number)
             try:
                 return _RemoteReply(self, call, sequences, self.send(call))
             except Exception:
+                self._unsettled.discard(call.number)
                 raise
             except BaseException:
                 # Whether it was sent is not known: the next call sends it (again), and reads on.
@@ -312,7 +316,10 @@ class RemoteRank(RankHandle):
     ) -> Call:
         updates = self._mirror.updates(sequences) if sequences else None
         number, epoch = next(self._numbers), self.info.epoch
-        return Call(self.driver_id, self.session, number, epoch, operation, updates, argument)
+        settled = min(self._unsettled, default=number) - 1
+        return Call(
+            self.driver_id, self.session, number, epoch, operation, updates, argument, settled
+        )
 
     def await_answer(self, reply: _RemoteReply) -> Any:
         """Wait for a reply; send its call again where the answer was lost."""
@@ -334,8 +341,10 @@ class RemoteRank(RankHandle):
                 raise
             except BaseException as error:
                 # An interrupt must not lose what the call did: the next call reads the answer.
-                if not isinstance(error, Exception):
-                    with self._lock:
+                with self._lock:
+                    if isinstance(error, Exception):
+                        self._settle(call)
+                    else:
                         self._interrupted.append(reply)
                 raise
             with self._lock:
@@ -343,6 +352,7 @@ class RemoteRank(RankHandle):
                 answer = self.send(call)
         with self._lock:
             self._check_session(call)
+            self._settle(call)
             self._stats = got.stats
             self._mirror.apply(got, call, reply.sequences)
             if call.operation == "reset_prefix_cache" and got.error is None:
@@ -350,6 +360,10 @@ class RemoteRank(RankHandle):
         if got.error is not None:
             raise got.error
         return got.value
+
+    def _settle(self, call: Call) -> None:
+        if call.session == self.session:
+            self._unsettled.discard(call.number)
 
     def _check_session(self, call: Call) -> None:
         if call.session != self.session:

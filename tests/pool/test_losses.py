@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
+import threading
+
 import numpy as np
 import pytest
 
 from raykv import PoolConfig, Sequence
 from raykv.rank_handle import Failed
 from raykv.remote_rank import ReplyLostError
-from raykv.testing import MortalHost, loopback_driver
+from raykv.testing import Faults, LoopbackRank, MortalHost, inject, loopback_driver
 
 SETTINGS = {"dp_size": 2, "num_blocks": 40, "block_size": 4, "ray": {"ramp_s": 0}}
 
@@ -207,3 +210,29 @@ def test_a_reset_reaches_what_others_left_on_a_rank_that_restarted():
     again = on_rank(0, 9)
     assert pool.allocate(again)
     assert (again.dp_rank, again.kv_state.num_computed_tokens) == (0, 0)
+
+
+def test_many_threads_with_lost_answers_lose_no_rank():
+    host = MortalHost(PoolConfig(num_blocks=400, block_size=4, max_num_seqs=64).with_seed(), 0)
+    rank = LoopbackRank(host)
+    inject(rank, Faults(random.Random(5), lost_reply=0.1, lost_call=0.1))
+    errors = []
+
+    def work(first):
+        try:
+            for turn in range(150):
+                sequence = Sequence(np.arange(8) + 1000 * first + turn)
+                assert rank.allocate([sequence], [8]).result()
+                rank.release([sequence], publish=False).result()
+        except BaseException as error:  # noqa: BLE001 - looked at below
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(first,)) for first in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert (rank.lost, rank.session) == (None, 0)
+    assert host.info().stats.num_used_blocks == 0
+    host.close()

@@ -16,15 +16,16 @@ from raykv.testing import LoopbackRank
 
 
 class RecordingRank(LoopbackRank):
-    """Keeps the calls it carried."""
+    """Keeps the calls it carried, and the answers."""
 
     def __init__(self, host, driver_id="driver"):
         super().__init__(host, driver_id)
-        self.calls = []
+        self.calls, self.replies = [], []
 
     def send(self, call):
         self.calls.append(call)
-        return super().send(call)
+        self.replies.append(super().send(call))
+        return self.replies[-1]
 
 
 @pytest.fixture
@@ -52,8 +53,9 @@ def test_a_repeated_call_is_applied_once_and_answered_from_memory(host, rank):
     assert host.info().stats.num_used_blocks == 3
     assert again.states.block_ids.tolist() == sequence.kv_state.block_ids.tolist()
     rank.release([sequence], publish=False).result()
-    assert host.call(rank.calls[0]).value is True, "its answer is remembered"
-    assert host.info().stats.num_used_blocks == 0, "but it is not applied"
+    with pytest.raises(RankUnavailableError, match="settled the calls up to 1"):
+        host.call(rank.calls[0])
+    assert host.info().stats.num_used_blocks == 0, "it is not applied again"
 
 
 def test_a_late_call_is_refused(host, rank):
@@ -104,7 +106,7 @@ def test_only_what_is_new_travels(host, rank):
         rank.allocate([sequence], [sequence.num_tokens]).result()
     sizes = [len(call.updates.token_ids) for call in rank.calls]
     assert sizes == [196, 1, 1, 1, 1]
-    answers = [host.call(call) for call in rank.calls]
+    answers = [reply.result() for reply in rank.replies]
     assert [len(answer.states.block_ids) for answer in answers] == [49, 1, 0, 0, 0]
     theirs = host._kv._rows.sequences[sequence.single_block_id]
     assert theirs.token_ids.tolist() == sequence.token_ids.tolist()
@@ -165,3 +167,18 @@ def test_an_error_is_an_answer_and_changes_nothing(host):
 def test_a_rank_without_engine_has_nothing_to_poll(rank):
     with pytest.raises(NotSupportedError, match="no engine"):
         rank.poll(0.0)
+
+
+def test_answers_are_remembered_until_their_calls_are_settled(host, rank):
+    first = rank.refresh()
+    for _ in range(200):
+        rank.refresh().result()
+    lease = host._service.leases.find("driver", 0)[0]
+    assert lease is not None
+    assert len(lease.answers) == 201, "the first one was not read, and may be asked for again"
+    assert host.call(rank.calls[0]).number == 1
+    first.result()
+    rank.refresh().result()
+    assert len(lease.answers) == 1
+    with pytest.raises(RankUnavailableError, match="settled the calls up to 201"):
+        host.call(rank.calls[0])
