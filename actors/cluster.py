@@ -60,8 +60,8 @@ def acquire_running(namespace: str | None) -> Callable[[], None]:
         if not ray.is_initialized():
             if is_local():
                 raise RequestError(
-                    "no Ray runs here, so no pool either: call ray.init(address=...) first, or set "
-                    "RAY_ADDRESS, as in a Ray job"
+                    "this process is connected to no Ray, so there is no pool to be found: call "
+                    "ray.init(address=...) first, or set RAY_ADDRESS, as in a Ray job"
                 )
             ray.init(namespace=namespace)
             _own_address, _is_own_local, _num_users = _address(), False, 0
@@ -139,6 +139,22 @@ def free_resources() -> str:
     """What the cluster has left, in words."""
     free = ray.available_resources()
     return f"{free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs are free"
+
+
+def check_free(actor_name: str, namespace: str | None) -> None:
+    """See that no actor has this name.
+
+    Raises:
+        ConfigError: one has.
+    """
+    try:
+        ray.get_actor(actor_name, namespace)
+    except ValueError:
+        return
+    raise ConfigError(
+        f"a pool runs already whose first rank is called {actor_name!r}: choose another name, "
+        "attach to that pool, or end it with raykv.actors.end"
+    )
 
 
 def remove_named(name: str) -> None:

@@ -102,10 +102,12 @@ def launch(
     After an error, nothing that was started is left.
     """
     config = PoolConfig.of(config).with_seed()
-    _check(config, lifetime)
+    _check(config, lifetime, name)
     deadline = time.monotonic() + config.ray.start_timeout_s
     with contextlib.ExitStack() as cleanup:
         cleanup.callback(cluster.acquire(config, namespace))
+        if name is not None:
+            cluster.check_free(f"{name}-rank-0", namespace)
         group = placement_group
         if group is None:
             cluster.check_resources(config)
@@ -137,12 +139,17 @@ def launch(
         return RayPool(config, ranks, cleanup.pop_all())
 
 
-def _check(config: PoolConfig, lifetime: str | None) -> None:
+def _check(config: PoolConfig, lifetime: str | None, name: str | None) -> None:
+    if lifetime not in {None, "detached", "non_detached"}:
+        raise ConfigError(f"lifetime is {lifetime!r}: use 'detached', 'non_detached' or None")
+    if not (name is None or (isinstance(name, str) and name)):
+        raise ConfigError(f"name is {name!r}, but must be text")
     make_policy(config.routing.policy)
     if lifetime == "detached" and cluster.is_local():
         raise ConfigError(
-            "lifetime is 'detached', but no cluster runs, and the local Ray that launch starts "
-            "ends with the pool: start one with `ray start --head` and join it with ray.init"
+            "lifetime is 'detached', but this process is connected to no cluster, and the local "
+            "Ray that launch starts ends with the pool: start one with `ray start --head`, and call "
+            "ray.init(address=...) or set RAY_ADDRESS"
         )
     if config.memory is not None and config.memory.device == "cuda" and not config.ray.num_gpus:
         raise ConfigError(

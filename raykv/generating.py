@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from typing import Any
@@ -84,7 +85,7 @@ class GeneratingRanks:
 
     def with_text(self, prompts: Prompts, outputs: list[TokenOutput]) -> list[TokenOutput]:
         """The outputs with their text, if the prompts came as text."""
-        first = prompts if isinstance(prompts, str) else next(iter(prompts), None)
+        first = prompts if isinstance(prompts, str | Mapping) else next(iter(prompts), None)
         if not isinstance(first, str):
             return outputs
         decode = self.tokenizer.decode

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Any, TypeAlias
 
@@ -16,8 +16,10 @@ from raykv.core.tokens import TokenIds, as_tokens
 from raykv.engine.params import GenerationRequest, SamplingParams
 from raykv.errors import RequestError
 
-Prompts: TypeAlias = str | TokenIds | SequenceOf[str | TokenIds]
-"""One prompt or several, each as text or token ids."""
+_Prompt: TypeAlias = str | TokenIds | Mapping[str, Any]
+Prompts: TypeAlias = _Prompt | SequenceOf[_Prompt]
+
+"""One prompt or several, each as text, as token ids, or as what a tokenizer returns."""
 
 
 def token_rows(prompts: Prompts, encode: Callable[[str], list[int]]) -> list[NDArray[np.int32]]:
@@ -30,7 +32,7 @@ def token_rows(prompts: Prompts, encode: Callable[[str], list[int]]) -> list[NDA
     Raises:
         RequestError: it is something else, or nothing.
     """
-    if isinstance(prompts, str):
+    if isinstance(prompts, str | Mapping):
         rows: list[Any] = [prompts]
     else:
         if not isinstance(prompts, Iterable):
@@ -42,13 +44,18 @@ def token_rows(prompts: Prompts, encode: Callable[[str], list[int]]) -> list[NDA
             raise RequestError("there is no prompt: pass text, token ids, or several of them")
         rows = items if hasattr(items[0], "__len__") else [prompts]
     try:
-        encoded = [encode(row) if isinstance(row, str) else row for row in rows]
+        encoded = [encode(row) if isinstance(row, str) else _ids_of(row) for row in rows]
         return [as_tokens(row).copy() for row in encoded]
     except (ValueError, TypeError) as error:
         raise RequestError(
             f"a prompt is neither text nor token ids ({error}); for chat messages, use "
             "pool.tokenizer.apply_chat_template first"
         ) from None
+
+
+def _ids_of(row: Any) -> Any:
+    """The token ids of what a tokenizer returns, ``apply_chat_template`` too; else the row."""
+    return row["input_ids"] if isinstance(row, Mapping) and "input_ids" in row else row
 
 
 def requests_of(

@@ -23,6 +23,7 @@ from raykv.lost_replies import answers_of_all
 from raykv.rank_handle import RankHandle, Reply, results
 
 _MODES: tuple[UpdateMode, ...] = get_args(UpdateMode)
+_MAX_ATTEMPTS = 3
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.001, 0.1
 
 
@@ -59,8 +60,8 @@ class VersionedRanks:
         Args:
             version: greater than what the ranks serve (0 at first).
             weights: a folder or safetensors file as ``save_pretrained`` writes it, which every
-                rank can read; or arrays or tensors by parameter name. None changes the version
-                only.
+                rank can read, and the faster way by far; or arrays or tensors by parameter name.
+                None changes the version only.
             mode: what becomes of requests. ``wait`` admits nobody new until those that run have
                 ended under the old weights, ``abort`` ends all, running and waiting (stop reason
                 ``abort``), ``keep`` lets those that run go on, under the new weights, with the KV
@@ -82,14 +83,19 @@ class VersionedRanks:
         version = checked_version(version)
         packed = pack(weights)
         deadline = time.monotonic() + timeout_s
-        while True:
+        for attempt in range(_MAX_ATTEMPTS):
             there = self._there()
+            sessions = [rank.session for rank in there]
             try:
                 self._update(there, version, packed, mode, deadline)
                 break
-            except RankUnavailableError:
-                if not self._fails_over or all(rank.lost is None for rank in there):
-                    raise
+            except RankUnavailableError as error:
+                lost_one = sessions != [rank.session for rank in there]
+                if not (self._fails_over and lost_one) or attempt + 1 == _MAX_ATTEMPTS:
+                    raise RankUnavailableError(
+                        f"{error}; once the ranks are back, update_weights to {version} again"
+                    ) from error
+                time.sleep(_LONGEST_WAIT_S)
         self._latest = version, packed
 
     def _update(

@@ -221,7 +221,7 @@ class Lifecycle:
             if not runner.can_reload:
                 raise RequestError(
                     f"rank {kv.dp_rank} cannot read its weights again, for they came as arrays: "
-                    "call wake_up(tags=['kv_cache']), then update_weights"
+                    "call wake_up(tags=['kv_cache']), then update_weights with mode 'keep'"
                 )
         if "kv_cache" in wanted:
             kv.wake_up()

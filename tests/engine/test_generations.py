@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from collections import UserDict
 
 import pytest
 
@@ -148,6 +149,16 @@ def test_a_fault_of_the_routing_policy_leaves_nothing_behind(pool):
         pool.generate([[1, 2, 3], [1, 2, 3, 4]], LONG, request_id="x")
     assert pool.generations._pending == [{}]
     assert pool.generate([1, 2, 3], LONG, request_id="x")[0].stop_reason == "length"
+
+
+def test_what_a_tokenizer_returns_is_a_prompt(pool):
+    params = SamplingParams(max_tokens=4)
+    expected = pool.generate([5, 6, 7], params)[0].token_ids
+    encoding = UserDict(input_ids=[5, 6, 7], attention_mask=[1, 1, 1])
+    assert pool.generate(encoding, params)[0].token_ids == expected
+    assert [out.token_ids for out in pool.generate([encoding] * 2, params)] == [expected] * 2
+    with pytest.raises(RequestError, match="neither text nor token ids"):
+        pool.generate({"messages": []}, params)
 
 
 def test_a_fault_at_admission_fails_that_request_only(pool):

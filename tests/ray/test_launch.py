@@ -113,7 +113,10 @@ def test_actors_carry_the_pools_name(make_pool):
         info, _ = ray.get(ray.get_actor(f"mine-rank-{index}").ready.remote())
         assert info.pid == pool.ranks[index].info.pid
     with pytest.raises(ConfigError, match="mine-rank-0"):
-        make_pool(name="mine")
+        make_pool(dp_size=2, name="mine")
+    for settings, words in (({"name": 5}, "name is 5"), ({"lifetime": "forever"}, "'forever'")):
+        with pytest.raises(ConfigError, match=words):
+            launch(PoolConfig(**SETTINGS), **settings)
     assert pool.allocate(make_sequence(8)), "the first one is unharmed"
 
 
