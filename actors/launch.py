@@ -148,8 +148,8 @@ def _check(config: PoolConfig, lifetime: str | None, name: str | None) -> None:
     if lifetime == "detached" and cluster.is_local():
         raise ConfigError(
             "lifetime is 'detached', but this process is connected to no cluster, and the local "
-            "Ray that launch starts ends with the pool: start one with `ray start --head`, and call "
-            "ray.init(address=...) or set RAY_ADDRESS"
+            "Ray that launch starts ends with the pool: start one with `ray start --head`, and "
+            "call ray.init(address=...) or set RAY_ADDRESS"
         )
     if config.memory is not None and config.memory.device == "cuda" and not config.ray.num_gpus:
         raise ConfigError(
