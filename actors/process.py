@@ -14,10 +14,12 @@ class RankProcess:
 
     Args:
         fd: from ``os.pidfd_open``.
+        pid: its number.
     """
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, pid: int) -> None:
         self._fd = fd
+        self._pid = pid
         self._has_ended = False
 
     @classmethod
@@ -31,7 +33,7 @@ class RankProcess:
         if not title.startswith(b"ray::"):
             os.close(fd)
             return None
-        return cls(fd)
+        return cls(fd, pid)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for its end; whether it has ended."""
@@ -42,6 +44,16 @@ class RankProcess:
                 self._has_ended = True
                 os.close(self._fd)
         return self._has_ended
+
+    def runs(self) -> bool:
+        """Whether it is there and not stopped."""
+        if self.wait(0):
+            return False
+        try:
+            state = Path(f"/proc/{self._pid}/stat").read_text().rpartition(") ")[2][:1]
+        except OSError:
+            return False
+        return state not in {"T", "t", "Z", "X"}
 
     def kill(self) -> None:
         """End it, even if it is stopped."""

@@ -20,6 +20,7 @@ from raykv.messages import Answer, Call, Health, Outputs, RankInfo
 from raykv.rank_handle import Reply
 from raykv.remote_rank import RemoteRank, ReplyLostError
 
+_PATIENCE = 4
 _SLICE_S = 0.1  # how soon whoever waits hears that the rank was lost
 _GONE = "its blocks are gone; it is used again if it comes back, else launch another pool"
 _CLOSE_S = 2.0
@@ -99,8 +100,11 @@ class RayRank(RemoteRank):
     def _note_silence(self) -> None:
         # Counted, not timed: a driver that was stopped itself finds nobody silent.
         self._num_silent += 1
-        if self._num_silent * self.config.heartbeat_s > self.config.silence_s:
-            self.lose(f"{self._who} is silent for {self.config.silence_s:g} s: {_GONE}")
+        limit_s = self.config.silence_s
+        if self._process is not None and self._process.runs():
+            limit_s *= _PATIENCE  # such as while it takes in gigabytes of weights
+        if self._num_silent * self.config.heartbeat_s > limit_s:
+            self.lose(f"{self._who} is silent for {limit_s:g} s: {_GONE}")
 
     def get(self, reference: Any, session: int, wait_s: float = 0) -> Any:
         """Wait for an answer of the actor, as long as the session lasts.

@@ -120,7 +120,8 @@ class RayConfig(_Model):
             again once it is back; ``report`` raises RankUnavailableError.
         max_restarts: how often Ray restarts a rank that died; -1 for any number of times.
         heartbeat_s: seconds between two heartbeats of a driver to each rank.
-        silence_s: seconds of silence after which a rank counts as lost.
+        silence_s: seconds of silence after which a rank counts as lost; four times as many for one
+            on the driver's machine whose process is seen to run, for it may be busy.
         stuck_timeout_s: seconds that one step of a rank's engine may take until its process ends
             itself.
         lease_s: seconds of silence after which a rank takes back what a driver holds.

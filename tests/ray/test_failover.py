@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from raykv import SamplingParams, Sequence
+from raykv.actors.process import RankProcess
 
 from .conftest import rank_processes, wait_until
 
@@ -102,3 +103,32 @@ def test_generation_and_streams_go_on_with_the_tokens_they_have(make_pool, tiny_
     assert pool.generate(prompts[0], params, dp_rank=0)[0].token_ids == expected[0]
     assert pool.num_used_blocks() == [0, 0]
     pool.check_integrity()
+
+
+def test_a_process_is_seen_to_run_to_be_stopped_and_to_end(make_pool):
+    pool = make_pool(ray={"max_restarts": 0})
+    pid = pool.ranks[0].info.pid
+    process = RankProcess.find(pid)
+    assert process.runs()
+    os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: not process.runs())
+    os.kill(pid, signal.SIGCONT)
+    wait_until(process.runs)
+    os.kill(pid, signal.SIGKILL)
+    assert process.wait(BOUND_S)
+    assert not process.runs()
+
+
+def test_a_rank_that_runs_is_given_more_time_than_a_stopped_one(make_pool, monkeypatch):
+    pool = make_pool(dp_size=2, ray={"silence_s": 1, "heartbeat_s": 0.1})
+    pool.monitor.stop()
+    rank, other = pool.ranks
+    monkeypatch.setattr("raykv.actors.ray_rank.ray.wait", lambda refs, **_: ([], refs))
+    monkeypatch.setattr(other._process, "runs", lambda: False)
+    for _ in range(12):
+        pool.monitor.beat()
+    assert rank.lost is None
+    assert "silent for 1 s" in other.lost
+    for _ in range(30):
+        pool.monitor.beat()
+    assert "silent for 4 s" in rank.lost
