@@ -219,7 +219,7 @@ def test_the_script_ends_with_1_if_a_line_failed(command, pool, tmp_path):
         (["--config", "x", "--input", "{empty}"], ["empty"]),
         (["--config", "x", "--output", "{in}"], ["same file"]),
         (["--config", "x", "--output", "/no/such/folder/out"], ["/no/such/folder/out"]),
-        (["--attach", "nobody"], ["connected to no Ray here"]),
+        (["--attach", "nobody"], ["connected to no Ray"]),
     ],
 )
 def test_bad_arguments_are_one_line_and_status_2(command, tmp_path, monkeypatch, arguments, words):
