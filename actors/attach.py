@@ -16,7 +16,7 @@ from raykv.actors.ray_rank import RayRank
 from raykv.config import PoolConfig
 from raykv.errors import RankUnavailableError, RequestError
 
-_CONFIG_S = 60.0
+_CONFIG_S = 20.0
 
 
 def attach(name: str, *, namespace: str | None = None) -> RayPool:
@@ -63,9 +63,11 @@ def end(name: str, *, namespace: str | None = None) -> None:
         with contextlib.suppress(RequestError):
             while True:
                 actors.append(_find(name, len(actors), namespace))
+        group = _group(actors[0])
         for actor in actors:
             ray.kill(actor)
-        cluster.remove_named(f"{name}-ranks")
+        if group is not None:
+            cluster.remove_named(group, f"{name}-ranks")
 
 
 def _find(name: str, dp_rank: int, namespace: str | None) -> Any:
@@ -77,6 +79,13 @@ def _find(name: str, dp_rank: int, namespace: str | None) -> Any:
             f"no pool {name!r} in Ray namespace {where!r} (its rank {dp_rank} is not there): check "
             "the name, pass the namespace that it was launched in, or launch it"
         ) from None
+
+
+def _group(actor: Any) -> Any:
+    """The placement group of a rank; None if it has none, or does not answer."""
+    with contextlib.suppress(RayError):
+        return ray.get(actor.placement_group.remote(), timeout=_CONFIG_S)
+    return None
 
 
 def _config(actor: Any, name: str) -> PoolConfig:

@@ -12,8 +12,8 @@ from typing import Any
 
 import ray
 from ray._private import ray_constants
-from ray.util import get_placement_group, remove_placement_group
 from ray.util import placement_group as make_placement_group
+from ray.util import placement_group_table, remove_placement_group
 
 from raykv.config import PoolConfig, RayConfig
 from raykv.errors import ConfigError, RankUnavailableError, RequestError
@@ -157,10 +157,13 @@ def check_free(actor_name: str, namespace: str | None) -> None:
     )
 
 
-def remove_named(name: str) -> None:
-    """Give back a placement group by its name, if there is one."""
-    with contextlib.suppress(ValueError):
-        remove_placement_group(get_placement_group(name))
+def remove_named(group: Any, name: str) -> None:
+    """Give a placement group back if it has this name, for one of another name is somebody's own.
+
+    Ray finds groups by name only in the namespace of the driver that made them, which may be gone.
+    """
+    if placement_group_table(group).get("name") == name:
+        remove_placement_group(group)
 
 
 def remove(group: Any) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
 import ray
+from ray.util import get_current_placement_group
 
 from raykv.actors.wire import pack, unpack
 from raykv.config import PoolConfig
@@ -85,6 +86,11 @@ class RankActor:
     def config(self) -> PoolConfig:
         """What the pool was made from, for whoever attaches to it."""
         return self._started().config
+
+    @_in_group("health")
+    def placement_group(self) -> Any:
+        """Where the rank lies; None if it lies in no group."""
+        return get_current_placement_group()
 
     @_in_group("health")
     def close(self) -> None:

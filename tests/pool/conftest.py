@@ -63,3 +63,22 @@ def make_pool(kind):
     for pool in made:
         pool.check_integrity()
         pool.close()
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    """The folder of a random Llama, without tokenizer."""
+    import torch  # noqa: PLC0415 - seconds
+    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415
+
+    folder = tmp_path_factory.mktemp("tiny")
+    with torch.random.fork_rng():
+        torch.manual_seed(20)
+        LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=128, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=1024,
+                initializer_range=0.2,
+            )
+        ).save_pretrained(folder)  # fmt: skip
+    return str(folder)

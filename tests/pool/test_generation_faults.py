@@ -24,24 +24,6 @@ LONG = SamplingParams(max_tokens=300, ignore_eos=True)
 STREAM = SamplingParams(max_tokens=60, temperature=0.7, top_p=0.9, seed=3, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    import torch  # noqa: PLC0415 - seconds
-    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415
-
-    folder = tmp_path_factory.mktemp("tiny")
-    with torch.random.fork_rng():
-        torch.manual_seed(20)
-        LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=128, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-                num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=1024,
-                initializer_range=0.2,
-            )
-        ).save_pretrained(folder)  # fmt: skip
-    return str(folder)
-
-
 def wait_until(holds):
     deadline = time.monotonic() + BOUND_S
     while not holds():

@@ -250,6 +250,8 @@ os._exit(0)
             launcher.communicate("go\n", timeout=BOUND_S)
             user = driver(
                 f"""
+import ray
+ray.init(log_to_driver=False)  # stays when the pool is closed
 pool = attach("lasting", namespace={SPACE!r})
 deadline = time.monotonic() + {BOUND_S}
 while pool.num_used_blocks() != [0, 0]:
@@ -261,7 +263,11 @@ end("lasting", namespace={SPACE!r})
 try:
     attach("lasting", namespace={SPACE!r})
 except raykv.errors.RequestError:
-    print("fine")
+    pass
+while ray.available_resources().get("CPU") != 3:  # what its launcher reserved is free again
+    assert time.monotonic() < deadline + {BOUND_S}
+    time.sleep(0.05)
+print("fine")
 """,
                 address,
             )
