@@ -21,7 +21,6 @@ EVICTION_POLICIES = ("lru", "lrfu", "priority")
 ROUTING_POLICIES = ("available_blocks", "free_blocks", "cache_aware")
 
 _LATER = {
-    "linear_state": "linear-state caching",
     "manager_types": "composite managers",
     "xtensor": "xtensor managers",
     "host": "the host tier",
@@ -90,6 +89,37 @@ class MemoryConfig(_Model):
     def has_shape(self) -> bool:
         """Whether buffers can be made from this section alone."""
         return self.num_layers is not None
+
+
+class LinearStateConfig(_Model):
+    """The recurrent state of a hybrid model's sequences, and the checkpoints that prefixes need.
+
+    Attributes:
+        enable: False is the same as leaving the section out.
+        num_slots: state slots per rank, the padding slot 0 included: one for each running sequence
+            and one for each checkpoint.
+        match: how far a prefix may be reused. ``contiguous`` is the seed's rule (section 7.2): the
+            run of multiples of ``stride_tokens`` from the start that all have a checkpoint;
+            ``deepest``: the last block boundary that has one.
+        stride_tokens: a prefill leaves a checkpoint at each multiple; a multiple of block_size.
+        checkpoint_dtype: how checkpoints keep the recurrent state: ``float32`` as it was computed,
+            ``bfloat16`` and ``int8`` in a half or a quarter of that, rounded.
+        at_stride: whether there are checkpoints every ``stride_tokens``.
+        at_prompt_end: whether there is one at the last full block of a prompt.
+        at_generation_end: whether there is one at the last full block of what was generated.
+        at_branch: whether there is one where cached KV went further than the deepest checkpoint,
+            so that the third sequence with a prefix finds what the second one lacked.
+    """
+
+    enable: bool = True
+    num_slots: int = Field(ge=2, lt=2**31)
+    match: Literal["contiguous", "deepest"] = "contiguous"
+    stride_tokens: int = Field(512, ge=1)
+    checkpoint_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
+    at_stride: bool = True
+    at_prompt_end: bool = True
+    at_generation_end: bool = True
+    at_branch: bool = True
 
 
 class ModelConfig(_Model):
@@ -171,6 +201,8 @@ class PoolConfig(_Model):
         eviction: which cached blocks go first: ``lru``, ``lrfu``, ``priority`` or ``module:Class``;
             see raykv.core.eviction.
         disagg_pd: True makes every manager thread-safe (ConcurrentBlockManagerImpl).
+        linear_state: state slots and checkpoints for hybrid models; None for models whose layers
+            all keep K and V.
         routing: how a rank is chosen.
         memory: the KV buffers; None keeps books only.
         model: the model to serve; None for a scheduler of your own.
@@ -190,7 +222,7 @@ class PoolConfig(_Model):
     hash_seed: bytes | None = Field(default=None, min_length=1, repr=False)
     eviction: str = "lru"
     disagg_pd: bool = False
-    linear_state: Any = None
+    linear_state: LinearStateConfig | None = None
     manager_types: Any = None
     xtensor: Any = None
     host: Any = None
@@ -235,6 +267,7 @@ class PoolConfig(_Model):
                 f"num_single_blocks is {self.num_single_blocks} for max_num_seqs "
                 f"{self.max_num_seqs}, but row 0 is padding: {self.max_num_seqs + 1} are needed"
             )
+        self._check_linear_state()
         if self.memory is not None and self.model is None and not self.memory.has_shape:
             raise ValueError(
                 "memory: num_layers, num_kv_heads and head_dim are needed when no model is given; "
@@ -248,6 +281,29 @@ class PoolConfig(_Model):
                 "leave them out"
             )
         return self
+
+    def _check_linear_state(self) -> None:
+        states = self.linear_state
+        if states is None or not states.enable:
+            return
+        if states.stride_tokens % self.block_size:
+            below = states.stride_tokens - states.stride_tokens % self.block_size
+            raise ValueError(
+                f"linear_state.stride_tokens is {states.stride_tokens}, but checkpoints stand at "
+                f"ends of blocks: give a multiple of block_size {self.block_size}, such as "
+                f"{below or self.block_size}"
+            )
+        if states.num_slots <= self.max_num_seqs:
+            raise ValueError(
+                f"linear_state.num_slots is {states.num_slots} for max_num_seqs "
+                f"{self.max_num_seqs}, but slot 0 is padding and each running sequence takes one: "
+                f"give at least {self.max_num_seqs + 1}, and one more for each checkpoint"
+            )
+
+    @property
+    def has_linear_state(self) -> bool:
+        """Whether sequences have recurrent state."""
+        return self.linear_state is not None and self.linear_state.enable
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> Self:

@@ -9,28 +9,24 @@ from collections.abc import Callable, Collection, Iterable
 from raykv.config import PoolConfig
 from raykv.core.copy_on_write import CopyOnWrite
 from raykv.core.explain import MissReport
-from raykv.core.kv_cache_manager import (
-    KVCacheManager,
-    PoolStats,
-    RankStats,
-    Room,
-    Sequences,
-    flatten,
-    token_targets,
-)
+from raykv.core.kv_cache_manager import Sequences, flatten, token_targets
+from raykv.core.linear_state import LinearStatePrefixCache
 from raykv.core.manager import AdmitRequest
-from raykv.core.row_growth import NO_GROWTH, RowGrowth
+from raykv.core.row_growth import NO_GROWTH, Growth, RowGrowth
 from raykv.core.rows import Rows
 from raykv.core.sequence import Sequence
 from raykv.core.single import SingleBlockManager
 from raykv.core.tokens import BlockIds, Index
 from raykv.errors import RequestError
 from raykv.memory.spec import KVSpec
-from raykv.rank_build import make_block_manager, make_buffers, make_tables
+from raykv.memory.state_spec import StateSpec
+from raykv.rank_build import make_block_manager, make_buffers, make_states, make_tables
+from raykv.rank_counters import RankCounters
 from raykv.rank_sleep import RankSleep
+from raykv.rank_states import ANYWHERE, Resume, resumable
 
 
-class RankKV(KVCacheManager):
+class RankKV(RankCounters):
     """The authority on one rank's blocks. One thread owns it; it never blocks.
 
     A running sequence's uses are kept as a row of the block table, not as a handle, so that a
@@ -41,12 +37,13 @@ class RankKV(KVCacheManager):
         dp_rank: the rank's number.
         spec: shape of the KV buffers; None takes it from ``config.memory``, and keeps books only
             where that gives none.
+        state_spec: shape of the recurrent state; None keeps books of it only.
         clock: seconds, for retention priorities that end.
 
     Attributes:
         block_manager: hands out KV blocks.
         single_block_manager: hands out rows of the block table, one per sequence.
-        linear_state: None; linear-state caching is off.
+        states: recurrent state, its slots and checkpoints; None where sequences have none.
         buffers: the K/V memory, None when only books are kept.
         tables: the block tables, row by single block id.
         weights_version: of the weights that compute KV now.
@@ -57,6 +54,7 @@ class RankKV(KVCacheManager):
         config: PoolConfig,
         dp_rank: int = 0,
         spec: KVSpec | None = None,
+        state_spec: StateSpec | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -65,17 +63,21 @@ class RankKV(KVCacheManager):
         self.block_size = config.block_size
         self.block_manager = make_block_manager(config)
         self.single_block_manager = SingleBlockManager(config.num_single_blocks)
-        self.linear_state = None
         self.buffers = make_buffers(config, spec)
+        self.states = make_states(config, self.block_manager, state_spec)
         self._max_tokens = config.max_tokens_per_sequence
         self.tables = make_tables(config)
         self.weights_version = 0
         self._rows = Rows(dp_rank, self.block_size, self.tables, self.single_block_manager)
-        self._sleep = RankSleep(dp_rank, self.block_manager, self._rows, self.buffers)
+        self._sleep = RankSleep(dp_rank, self.block_manager, self._rows, self.buffers, self.states)
         self._copies = CopyOnWrite(self.block_manager, self.tables)
         self._growth = RowGrowth(self.tables, self._copies)
         self._clock = clock
-        self._num_admissions = self._num_queried = self._num_hit = 0
+
+    @property
+    def linear_state(self) -> LinearStatePrefixCache | None:
+        """The slots of recurrent state and their checkpoints; None where sequences have none."""
+        return None if self.states is None else self.states.cache
 
     # -- allocation -----------------------------------------------------------------------------
 
@@ -99,26 +101,12 @@ class RankKV(KVCacheManager):
             else:
                 running.append(sequence)
                 wanted.append(need)
+        resumes = self._resume(requests)
+        if resumes is None:
+            return False
+        requests = [resumable(*pair) for pair in zip(requests, resumes, strict=True)]
         growth = self._growth.plan(running, wanted) if running else NO_GROWTH
-        if growth.num_blocks:  # all running sequences grow as one request: one slice of blocks
-            requests.append(AdmitRequest(growth.num_blocks))
-        singles = self.single_block_manager.allocate(len(new))
-        if singles is None:
-            return False
-        self.block_manager.set_time(self._clock())
-        try:
-            admitted = self.block_manager.admit(requests) if requests else []
-        except BaseException:
-            singles.release()
-            raise
-        if admitted is None:
-            singles.release()
-            return False
-        for sequence, row, grant in zip(new, singles.detach().tolist(), admitted, strict=False):
-            self._attach(sequence, row, grant.block_ids, grant.num_shared)
-        if growth.num_blocks:
-            self._growth.apply(growth, admitted[-1].block_ids)
-        return True
+        return self._admit(new, requests, resumes, growth)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """See KVCacheManager."""
@@ -126,7 +114,7 @@ class RankKV(KVCacheManager):
         if parent_row is None:
             return
         single = self.single_block_manager.allocate(1)
-        if single is None:
+        if single is None or self.states is not None and not self.states.num_obtainable_slots:
             return
         state = parent.kv_state
         num_blocks = -(-state.num_computed_tokens // self.block_size)
@@ -140,6 +128,8 @@ class RankKV(KVCacheManager):
             self._rows.stale.add(row)
         child.kv_state.num_computed_tokens = state.num_computed_tokens
         self._copies.has_forks = True
+        if self.states is not None:
+            self.states.fork(parent, child)
 
     def get_swap_block_transfer_infos(self) -> list[list[tuple[int, int]]]:
         """See KVCacheManager."""
@@ -153,14 +143,33 @@ class RankKV(KVCacheManager):
         """The copies that one driver's sequences owe; see get_swap_block_transfer_infos."""
         return self._copies.take(driver_id)
 
+    def get_state_transfer_infos(self) -> list[list[tuple[int, int]]]:
+        """See KVCacheManager."""
+        return [self.take_state_copies("")]
+
+    def ack_state_transfers(self, driver_id: str = "") -> None:
+        """See KVCacheManager; those of one driver."""
+        if self.states is not None:
+            self.states.acknowledge_copies(driver_id)
+
+    def take_state_copies(self, driver_id: str) -> list[tuple[int, int]]:
+        """The copies of state that one driver owes; see get_state_transfer_infos."""
+        return [] if self.states is None else self.states.take_copies(driver_id)
+
     def forget_driver(self, driver_id: str) -> None:
         """Nobody will copy for this driver's sequences any more, which are gone."""
         self._copies.forget(driver_id)
+        if self.states is not None:
+            self.states.forget_driver(driver_id)
 
     def explain(self, sequence: Sequence) -> MissReport:
         """See KVCacheManager."""
         if self._rows.find(sequence) is None:
             raise RequestError(f"{sequence!r} holds no blocks: explain it while it is allocated")
+        if self.states is not None:
+            report = self.states.explain(sequence)
+            if report is not None:
+                return report
         state = sequence.kv_state
         return self.block_manager.explain(
             sequence.token_ids[: state.num_admitted_tokens],
@@ -173,26 +182,35 @@ class RankKV(KVCacheManager):
         """See KVCacheManager; a sequence that holds blocks already keeps just those."""
         if self._rows.find(sequence) is not None:
             return
-        if self._sleep.is_asleep:
-            self._sleep.refuse()
-        single = self.single_block_manager.allocate(1)
-        if single is None:
-            return
-        try:
-            shared = self.block_manager.allocate_shared(
-                _shareable(sequence, self.block_size), namespace=sequence.namespace
-            )
-        except BaseException:
-            single.release()
-            raise
-        num_shared = len(shared)
-        self._attach(sequence, int(single.detach()[0]), shared.detach(), num_shared)
+        tokens = _shareable(sequence, self.block_size)
+        num_blocks = self.block_manager.num_matching_blocks(tokens, namespace=sequence.namespace)
+        request = AdmitRequest(num_blocks, tokens, sequence.namespace)
+        resumes = self._resume([request])
+        if resumes is not None:
+            request = resumable(request, resumes[0])
+            if self.states is not None:
+                request = request._replace(num_blocks=resumes[0].num_blocks)
+            self._admit([sequence], [request], resumes, NO_GROWTH)
 
     def cache(self, sequence: Sequence, num_tokens: int | None = None) -> None:
-        """See KVCacheManager."""
+        """See KVCacheManager. Where a checkpoint of its state is due, its copy is due now."""
         row = self._rows.find(sequence)
-        if row is None:
-            return
+        if row is not None:
+            self._publish(sequence, row, num_tokens)
+            self.checkpoint([sequence])
+
+    def checkpoint(self, sequences: Iterable[Sequence]) -> None:
+        """Take the checkpoints of recurrent state that are due; see RankStates.checkpoint."""
+        if self.states is not None:
+            self.states.checkpoint([s for s in sequences if not self.is_outdated(s)])
+
+    def next_checkpoint(self, sequence: Sequence) -> int | None:
+        """Where its prefill has to stop next for a checkpoint; see RankStates.next_checkpoint."""
+        if self.states is None or self.is_outdated(sequence):
+            return None
+        return self.states.next_checkpoint(sequence)
+
+    def _publish(self, sequence: Sequence, row: int, num_tokens: int | None = None) -> None:
         state = sequence.kv_state
         if not 0 <= state.num_computed_tokens <= sequence.num_tokens:
             raise RequestError(
@@ -220,14 +238,18 @@ class RankKV(KVCacheManager):
         """See KVCacheManager."""
         for sequence in flatten(sequences):
             try:
-                self.cache(sequence)
-            finally:
-                self._release(sequence)
+                row = self._rows.find(sequence)
+                if row is not None:
+                    self._publish(sequence, row)
+            except BaseException:
+                self._release(sequence, publish=False)
+                raise
+            self._release(sequence, publish=True)
 
     def deallocate_without_cache(self, sequences: Sequences) -> None:
         """See KVCacheManager."""
         for sequence in flatten(sequences):
-            self._release(sequence)
+            self._release(sequence, publish=False)
 
     def shrink(self, sequence: Sequence, num_blocks: int) -> None:
         """Take back the blocks behind the first ``num_blocks``: how a growth is undone.
@@ -254,7 +276,7 @@ class RankKV(KVCacheManager):
         """
         for row, held in self._rows.held():
             with contextlib.suppress(ValueError):  # a wrong claim costs its sequence a hit
-                self.cache(held)
+                self._publish(held, row)
             self._rows.stale.add(row)
         self.weights_version = version
 
@@ -279,60 +301,12 @@ class RankKV(KVCacheManager):
         """Raise if sequences hold rows or blocks, ``besides`` some of them; see RankSleep."""
         self._sleep.check_unused(besides)
 
-    # -- counters -------------------------------------------------------------------------------
-
-    def num_free_blocks(self) -> list[int]:
-        """See KVCacheManager."""
-        return [self.block_manager.num_free_blocks]
-
-    def num_used_blocks(self) -> list[int]:
-        """See KVCacheManager."""
-        return [self.block_manager.num_used_blocks]
-
-    def num_available_blocks(self) -> list[int]:
-        """See KVCacheManager."""
-        return [self.block_manager.num_available_blocks]
-
-    def num_blocks_in_prefix_cache(self) -> list[int]:
-        """See KVCacheManager."""
-        return [self.block_manager.num_blocks_in_prefix_cache]
-
-    def kv_cache_utilization(self) -> float:
-        """See KVCacheManager."""
-        return self.block_manager.kv_cache_utilization
-
     def reset_prefix_cache(self) -> list[int]:
         """See KVCacheManager."""
         self._rows.mark_holders_stale()
+        if self.states is not None:
+            self.states.cache.clear()
         return [self.block_manager.reset_prefix_cache()]
-
-    @property
-    def room(self) -> Room:
-        """What routing looks at; cheaper than all counters."""
-        manager = self.block_manager
-        num_free = manager.num_free_blocks
-        singles = self.single_block_manager.num_free_blocks
-        return Room(num_free + manager.num_evictable_blocks, num_free, singles)
-
-    def rank_stats(self) -> RankStats:
-        """This rank's counters."""
-        manager = self.block_manager
-        return RankStats(
-            num_total_blocks=manager.num_total_blocks,
-            num_free_blocks=manager.num_free_blocks,
-            num_used_blocks=manager.num_used_blocks,
-            num_evictable_blocks=manager.num_evictable_blocks,
-            num_blocks_in_prefix_cache=manager.num_blocks_in_prefix_cache,
-            num_free_single_blocks=self.single_block_manager.num_free_blocks,
-            num_admissions_total=self._num_admissions,
-            prefix_cache_queries_total=self._num_queried,
-            prefix_cache_hits_total=self._num_hit,
-            num_evicted_blocks_total=manager.num_evicted_blocks,
-        )
-
-    def stats(self) -> PoolStats:
-        """See KVCacheManager."""
-        return PoolStats((self.rank_stats(),))
 
     def check_integrity(self) -> None:
         """Check both managers, the tables, and that rows, sequences and uses agree."""
@@ -340,8 +314,46 @@ class RankKV(KVCacheManager):
         self.single_block_manager.check_integrity()
         self.tables.check_integrity()
         self._rows.check_integrity(self.block_manager)
+        if self.states is not None:
+            self.states.check_integrity()
 
     # -- details --------------------------------------------------------------------------------
+
+    def _resume(self, requests: list[AdmitRequest]) -> list[Resume] | None:
+        """Where new sequences can go on from; None if there is no slot for their state."""
+        if self.states is None:
+            return [ANYWHERE] * len(requests)
+        return self.states.resume(requests)
+
+    def _admit(
+        self,
+        new: list[Sequence],
+        requests: list[AdmitRequest],
+        resumes: list[Resume],
+        growth: Growth,
+    ) -> bool:
+        """Give new sequences rows and blocks, and running ones theirs, all or nothing."""
+        if growth.num_blocks:  # all running sequences grow as one request: one slice of blocks
+            requests = [*requests, AdmitRequest(growth.num_blocks)]
+        singles = self.single_block_manager.allocate(len(new))
+        if singles is None:
+            return False
+        self.block_manager.set_time(self._clock())
+        try:
+            admitted = self.block_manager.admit(requests) if requests else []
+        except BaseException:
+            singles.release()
+            raise
+        if admitted is None:
+            singles.release()
+            return False
+        for sequence, row, grant in zip(new, singles.detach().tolist(), admitted, strict=False):
+            self._attach(sequence, row, grant.block_ids, grant.num_shared)
+        if self.states is not None and new:
+            self.states.admit(new, resumes)
+        if growth.num_blocks:
+            self._growth.apply(growth, admitted[-1].block_ids)
+        return True
 
     def _attach(self, sequence: Sequence, row: int, ids: Index, num_shared: int) -> None:
         self._rows.attach(sequence, row, ids, num_shared)
@@ -353,9 +365,11 @@ class RankKV(KVCacheManager):
             self._num_queried += sequence.num_tokens
             self._num_hit += num_shared * self.block_size
 
-    def _release(self, sequence: Sequence) -> None:
+    def _release(self, sequence: Sequence, *, publish: bool) -> None:
         row = self._rows.find(sequence)
         if row is not None:
+            if self.states is not None:
+                self.states.release(sequence, publish=publish and row not in self._rows.stale)
             self.block_manager.adopt(self.tables.truncate(row, 0)).release()
             self._rows.detach(row)
             if self._rows.is_empty:

@@ -29,6 +29,7 @@ class LedgerBlockManager(BlockManager):
 
     Attributes:
         block_size: tokens per block.
+        hasher: names prefixes.
         dropped: what garbage-collected handles held, as (ids, weight, unique). Finalisers only
             append here, since collection can strike in the middle of an update and in any thread;
             every operation and every read of a counter settles it first.
@@ -42,7 +43,7 @@ class LedgerBlockManager(BlockManager):
         self.block_size = block_size
         self.dropped: deque[tuple[Index, int, bool]] = deque()
         self._ledger = Ledger(num_blocks)
-        self._hasher = PrefixHasher(block_size, hash_seed)
+        self.hasher = PrefixHasher(block_size, hash_seed)
 
     # -- what sequences call --------------------------------------------------------------------
 
@@ -93,6 +94,15 @@ class LedgerBlockManager(BlockManager):
             return self.adopt(NO_INDEX)
         return self.make_handle(self._own(existing).index, USE + REF, unique=existing.is_unique)
 
+    def num_matching_blocks(
+        self,
+        token_ids: TokenIds,  # noqa: ARG002 - no cache to look into
+        *,
+        namespace: Namespace = DEFAULT,  # noqa: ARG002
+    ) -> int:
+        """Without a prefix cache: 0."""
+        return 0
+
     def cache(
         self,
         token_ids: TokenIds,  # noqa: ARG002 - no cache to publish to
@@ -117,7 +127,7 @@ class LedgerBlockManager(BlockManager):
 
     def prefix_hashes(self, token_ids: TokenIds, *, namespace: Namespace = DEFAULT) -> list[bytes]:
         """See BlockManager."""
-        return self._hasher.names(token_ids, namespace=namespace)
+        return self.hasher.names(token_ids, namespace=namespace)
 
     # -- what handles call ----------------------------------------------------------------------
 

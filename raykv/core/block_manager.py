@@ -82,6 +82,12 @@ class BlockManagerImpl(LedgerBlockManager):
         path = self._cache.find(token_ids, namespace) if self.enable_prefix_cache else []
         return Blocks(self, self._hold(path), USE + REF)
 
+    def num_matching_blocks(self, token_ids: TokenIds, *, namespace: Namespace = DEFAULT) -> int:
+        """See BlockManager."""
+        if not self.enable_prefix_cache:
+            return 0
+        return path_length(self._cache.find(token_ids, namespace))
+
     def cache(
         self,
         token_ids: TokenIds,

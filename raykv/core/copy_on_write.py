@@ -12,36 +12,40 @@ from .tokens import as_index
 
 
 class SwapList:
-    """Block copies due before the next write.
+    """Copies due before the next write.
 
     Sources and targets stay referenced until the copy is acknowledged, whatever becomes of the
     sequences.
-
-    Args:
-        manager: whose blocks they are.
     """
 
-    def __init__(self, manager: LedgerBlockManager) -> None:
-        self._manager = manager
-        self._due: list[tuple[int, int]] = []
-        self._roots: dict[int, int] = {}  # target to source, of the copies that are due
-        self._due_pins: list[Blocks] = []
+    def __init__(self) -> None:
+        self._due: dict[int, tuple[int, tuple[Blocks, ...]]] = {}  # by target: source, pins
         self._handed_pins: list[Blocks] = []
 
-    def add(self, source: int, target: int) -> None:
-        """Owe a copy. A source that is itself still a target stands for its own source."""
-        source = self._roots.get(source, source)
-        self._roots[target] = source
-        self._due.append((source, target))
-        self._due_pins.append(self._manager.pin(as_index([source, target])))
+    def add(self, source: int, target: int, *pins: Blocks) -> None:
+        """Owe a copy. A source that is itself still a target stands for its own source.
+
+        Args:
+            source: what to copy.
+            target: where to; one that is due already is due from this source instead.
+            pins: keep both from being handed out again; taken over.
+        """
+        if source in self._due:
+            source, kept = self._due[source]
+            pins += tuple(pin.share() for pin in kept)
+        self.cancel(target)
+        self._due[target] = source, pins
+
+    def cancel(self, target: int) -> None:
+        """Nobody needs this copy any more; one that is not due is passed by."""
+        for pin in self._due.pop(target, (0, ()))[1]:
+            pin.release()
 
     def take(self) -> list[tuple[int, int]]:
         """Hand out the copies that are due, in order; each is handed out once."""
-        due, self._due = self._due, []
-        self._handed_pins += self._due_pins
-        self._due_pins = []
-        self._roots.clear()
-        return due
+        due, self._due = self._due, {}
+        self._handed_pins += [pin for _, pins in due.values() for pin in pins]
+        return [(source, target) for target, (source, _) in due.items()]
 
     def acknowledge(self) -> None:
         """All copies that were handed out are done."""
@@ -103,8 +107,9 @@ class CopyOnWrite:
         row, state = sequence.single_block_id, sequence.kv_state
         source = int(state.block_ids[index])
         if sequence.driver_id not in self.owed:
-            self.owed[sequence.driver_id] = SwapList(self._manager)
-        self.owed[sequence.driver_id].add(source, target)
+            self.owed[sequence.driver_id] = SwapList()
+        pin = self._manager.pin(as_index([source, target]))
+        self.owed[sequence.driver_id].add(source, target, pin)
         self._manager.adopt([source]).release()
         self._tables.table[row, index] = target
         assert row is not None, "a sequence with blocks has a row"

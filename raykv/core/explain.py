@@ -30,7 +30,7 @@ class TokenRow(Protocol):
 
 MissReason: TypeAlias = Literal[
     "complete", "last_token_kept", "not_computed_yet", "evicted", "diverged", "other_namespace",
-    "never_seen", "cache_off",
+    "never_seen", "cache_off", "no_checkpoint", "no_state_slot", "stride",
 ]  # fmt: skip
 
 _NUM_SHOWN = 8  # tokens on each side of a divergence
@@ -46,10 +46,13 @@ class MissReport:
             there, but one token must be computed; ``not_computed_yet``: a running sequence is
             about to compute it; ``evicted``: it was cached and had to go; ``diverged``: the cached
             text goes on otherwise; ``other_namespace``: it is cached, for somebody else;
-            ``never_seen``; ``cache_off``.
+            ``never_seen``; ``cache_off``. Of models with recurrent state, where KV is cached up to
+            ``token_position``: ``no_checkpoint``: no checkpoint stands there; ``no_state_slot``:
+            no slot was to be had; ``stride``: the policy may not use what stands there, or
+            checkpoints are further apart.
         num_hit_tokens: tokens that were hit.
         token_position: the first token at which prompt and cache differ, in tokens or images; for
-            the other reasons the first token that was not hit.
+            the other reasons the first token that was not hit, or whose KV is not cached.
         cached_tokens: for ``diverged``, what the cache has from there on in its block.
         prompt_tokens: what the prompt has from there on.
         namespace: for ``other_namespace``, whose it is.
@@ -86,6 +89,11 @@ _TEXTS: dict[MissReason, str] = {
     "other_namespace": "more is cached in {namespace}, which must not be shared",
     "never_seen": "what follows was never cached, or so long ago that it is forgotten",
     "cache_off": "the prefix cache is switched off",
+    "no_checkpoint": "KV is cached up to token {at}, but no checkpoint of the state behind the hit",
+    "no_state_slot": "KV is cached up to token {at}, but no slot was to be had for the state; "
+    "linear_state.num_slots says how many there are",
+    "stride": "KV is cached up to token {at}, but linear_state.match and stride_tokens allow no "
+    "checkpoint behind the hit",
 }
 
 

@@ -57,6 +57,12 @@ class RankStats(Packed):
         prefix_cache_queries_total: tokens of admitted sequences that a hit could have covered.
         prefix_cache_hits_total: tokens that hits covered.
         num_evicted_blocks_total: cached blocks that were taken for others.
+        num_free_state_slots: slots of recurrent state that nobody holds.
+        num_live_state_slots: those of running sequences.
+        num_checkpoints: those that keep the state of a cached prefix.
+        state_hits_total: admissions that began from a checkpoint.
+        state_checkpoints_total: checkpoints that were taken.
+        state_skipped_total: checkpoints that found no slot.
     """
 
     num_total_blocks: int = 0
@@ -69,6 +75,12 @@ class RankStats(Packed):
     prefix_cache_queries_total: int = 0
     prefix_cache_hits_total: int = 0
     num_evicted_blocks_total: int = 0
+    num_free_state_slots: int = 0
+    num_live_state_slots: int = 0
+    num_checkpoints: int = 0
+    state_hits_total: int = 0
+    state_checkpoints_total: int = 0
+    state_skipped_total: int = 0
 
     @property
     def num_available_blocks(self) -> int:
@@ -165,6 +177,20 @@ class KVCacheManager(ABC):
     @abstractmethod
     def ack_swaps(self) -> None:
         """All copies that were handed out are done."""
+
+    @abstractmethod
+    def get_state_transfer_infos(self) -> list[list[tuple[int, int]]]:
+        """Per rank the (source, target) copies of recurrent state due before the next step.
+
+        Addresses are those of ``StateBuffers.copy``. What ``allocate`` asks for fills live slots
+        from checkpoints; what ``cache`` asks for keeps the state just computed as a checkpoint.
+        Handed out once; slots stay referenced, and checkpoints cannot be found, until
+        ``ack_state_transfers``. The built-in engine does this by itself.
+        """
+
+    @abstractmethod
+    def ack_state_transfers(self) -> None:
+        """All copies of state that were handed out are done."""
 
     @abstractmethod
     def explain(self, sequence: Sequence) -> MissReport:

@@ -99,6 +99,10 @@ class BlockManager(ABC):
         """
 
     @abstractmethod
+    def num_matching_blocks(self, token_ids: TokenIds, *, namespace: Namespace = DEFAULT) -> int:
+        """Blocks that ``allocate_shared`` would find; takes no reference, refreshes nothing."""
+
+    @abstractmethod
     def cache(
         self,
         token_ids: TokenIds,

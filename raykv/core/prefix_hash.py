@@ -66,6 +66,10 @@ class PrefixHasher:
         raw = self.hashes(token_ids, namespace=namespace).tobytes()
         return [raw[i : i + 16] for i in range(0, len(raw), 16)]
 
+    def name(self, token_ids: TokenIds, *, namespace: Namespace = DEFAULT) -> bytes:
+        """The last of ``names``: that of all full blocks of the tokens, of which there is one."""
+        return self.hashes(token_ids, namespace=namespace)[-1].tobytes()
+
     def _grow_keys(self, num_tokens: int) -> None:
         have = self._keys.shape[1]
         if have >= num_tokens:

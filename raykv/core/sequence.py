@@ -44,6 +44,8 @@ class KVCacheState:
             whoever computes advances it after computing. Only computed tokens are published.
         num_admitted_tokens: tokens that it had when it was admitted.
         admission: counts the rank's admissions.
+        checkpoint_stops: ascending token positions of the prompt at which a checkpoint of the
+            recurrent state is due, beside those of the stride; see LinearStateConfig.
         composite_block_ids: per sub-manager int32 [n], -1 where a window slid out.
     """
 
@@ -53,6 +55,7 @@ class KVCacheState:
     num_computed_tokens: int = 0
     num_admitted_tokens: int = 0
     admission: int = 0
+    checkpoint_stops: tuple[int, ...] = ()
     composite_block_ids: list[BlockIds] = field(default_factory=list)
 
     @property

@@ -1,0 +1,392 @@
+"""Recurrent state of one rank: live slots, when checkpoints are taken, and what resumes from them.
+
+Carries out the seed's section 7 on the rank. A sequence that reuses KV must also resume from the
+recurrent state at that very boundary, so a hit ends at a block boundary that has a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from raykv.config import LinearStateConfig
+from raykv.core.block_manager import BlockManagerImpl
+from raykv.core.blocks import Blocks
+from raykv.core.explain import MissReason, MissReport
+from raykv.core.linear_state import CheckedPrefix, LinearStatePrefixCache
+from raykv.core.manager import AdmitRequest
+from raykv.core.sequence import Sequence
+from raykv.core.state_copies import Save, StateCopies
+from raykv.core.tokens import as_index, as_tokens
+from raykv.errors import IntegrityError
+from raykv.memory.state_buffers import StateBuffers
+
+
+class Resume(NamedTuple):
+    """Where a new sequence goes on from.
+
+    Attributes:
+        num_blocks: leading blocks whose KV and state it reuses.
+        num_kv_blocks: leading blocks whose KV is cached.
+        name: of the checkpoint; None without one.
+    """
+
+    num_blocks: int
+    num_kv_blocks: int
+    name: bytes | None = None
+
+
+_AT_START = Resume(0, 0)
+ANYWHERE = Resume(-1, -1)
+"""Of a sequence without recurrent state, which can go on from any cached block."""
+
+
+def resumable(request: AdmitRequest, resume: Resume) -> AdmitRequest:
+    """The request, less the cached blocks whose state nobody has."""
+    if resume.num_blocks == resume.num_kv_blocks or request.token_ids is None:
+        return request
+    size = len(request.token_ids)
+    return request._replace(token_ids=request.token_ids[: resume.num_tokens])
+
+
+@dataclass(slots=True)
+class _Plan:
+    """What a rank knows of the state of a sequence that holds a row.
+
+    Attributes:
+        resume: where it began.
+        num_inherited_tokens: tokens that its state covered before it computed anything here.
+        names: of its prompt's full blocks; made when they are needed first.
+        tokens: its prompt, as bytes; likewise.
+        rolling: the state at the last boundary in what it generates, a checkpoint once it ends.
+    """
+
+    resume: Resume
+    num_inherited_tokens: int
+    names: list[bytes] | None = None
+    tokens: bytes = b""
+    rolling: Save | None = None
+
+
+class RankStates:
+    """Gives sequences their state slots, and takes checkpoints of them.
+
+    Args:
+        config: slots, stride and rules.
+        manager: the rank's KV blocks, which name prefixes, too.
+        buffers: the memory of the slots; None when only books are kept.
+
+    Attributes:
+        config: the same.
+        cache: the slots' books.
+        buffers: their memory.
+        num_resumed_total: sequences that began from a checkpoint.
+    """
+
+    def __init__(
+        self, config: LinearStateConfig, manager: BlockManagerImpl, buffers: StateBuffers | None
+    ) -> None:
+        self.config = config
+        self.cache = LinearStatePrefixCache(config.num_slots)
+        self.buffers = buffers
+        self.num_resumed_total = 0
+        self._manager = manager
+        self._block_size = manager.block_size
+        self._copies = StateCopies(self.cache)
+        self._plans: dict[int, _Plan] = {}  # by single block id
+
+    # -- from admission to release --------------------------------------------------------------
+
+    @property
+    def num_obtainable_slots(self) -> int:
+        """Live slots that can be had: free ones, and those of checkpoints that nobody reads."""
+        return self.cache.num_free_slots + self.cache.num_reclaimable
+
+    def resume(self, requests: SequenceOf[AdmitRequest]) -> list[Resume] | None:
+        """Where new sequences can go on from; a look only, so a refusal refreshes nothing.
+
+        Args:
+            requests: what each of them asks of the block manager.
+
+        Returns:
+            None if there are fewer slots than sequences.
+        """
+        if len(requests) > self.num_obtainable_slots:
+            return None
+        resumes = [self._find(request) for request in requests]
+        num_read = len({resume.name for resume in resumes} - {None})
+        if len(requests) + num_read > self.num_obtainable_slots:
+            # The last slots cannot be read and be written to at once: computing anew beats waiting.
+            return [Resume(0, resume.num_kv_blocks) for resume in resumes]
+        return resumes
+
+    def admit(self, sequences: SequenceOf[Sequence], resumes: SequenceOf[Resume]) -> None:
+        """Give sequences that just got their rows live slots, as ``resume`` has found room for."""
+        pins = [None if one.name is None else self.cache.match(one.name) for one in resumes]
+        live = self.cache.acquire_live_slots(len(sequences))
+        assert live is not None, "resume() has counted the slots"
+        slots = live.detach().tolist()
+        for sequence, one, pin, slot in zip(sequences, resumes, pins, slots, strict=True):
+            sequence.linear_state_slot = slot
+            self._plan(sequence, one)
+            sequence.kv_state.checkpoint_stops = self._stops(sequence.num_tokens, one)
+            if pin is not None:
+                self.num_resumed_total += 1
+                self._owe(sequence, int(pin.index[0]), pin)
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Give a child, which just got its row, a copy of its parent's state.
+
+        A live slot must be obtainable.
+        """
+        live = self.cache.acquire_live_slots(1)
+        assert live is not None, "the caller has counted the slots"
+        child.linear_state_slot = int(live.detach()[0])
+        self._plan(child, _AT_START)
+        self._owe(child, self._address(parent), self._pin(parent))
+
+    def release(self, sequence: Sequence, *, publish: bool) -> None:
+        """Take a sequence's slot back; what it ends with becomes a checkpoint if it publishes.
+
+        Where the state stands at a boundary, its slot itself becomes the checkpoint, and nothing
+        is copied (the final promotion).
+        """
+        row, plan = sequence.single_block_id, self._plan_of(sequence)
+        assert row is not None, "it holds a row"
+        self._copies.cancel(sequence.driver_id, self._address(sequence))
+        publish = publish and self.config.at_generation_end
+        if publish and self._stands_at_boundary(sequence, plan) and self._can_promote:
+            num_tokens = sequence.kv_state.num_computed_tokens
+            prefix = _prefix(sequence, num_tokens)
+            self.cache.promote(sequence, self._name(sequence, num_tokens), final=True, prefix=prefix)
+        elif publish and plan.rolling is not None and plan.rolling.num_tokens:
+            save, plan.rolling = plan.rolling, None
+            save.name = self._name(sequence, save.num_tokens)
+            save.prefix = _prefix(sequence, save.num_tokens)
+            if save.is_copied:
+                self._copies.commit(save)
+        if plan.rolling is not None:
+            plan.rolling.give_up()
+        del self._plans[row]
+        self.cache.release_live_slot(sequence)
+
+    # -- checkpoints ----------------------------------------------------------------------------
+
+    def next_checkpoint(self, sequence: Sequence) -> int | None:
+        """The next token position of its prompt at which a checkpoint is due; None for no more.
+
+        Whoever computes must stop there, so that the state can be saved just then.
+        """
+        if not self._manager.enable_prefix_cache:
+            return None
+        state = sequence.kv_state
+        after = [stop for stop in state.checkpoint_stops if stop > state.num_computed_tokens]
+        if self.config.at_stride:
+            stride = self.config.stride_tokens
+            after.append((state.num_computed_tokens // stride + 1) * stride)
+        stop = min(after, default=state.num_admitted_tokens + 1)
+        return stop if stop <= state.num_admitted_tokens else None
+
+    def checkpoint(self, sequences: Iterable[Sequence]) -> None:
+        """Reserve checkpoints for sequences that just computed up to a boundary, where one is due.
+
+        Their copies are due then, and with their acknowledgement they can be found. Without a slot
+        to be had the checkpoint is skipped, and counted.
+        """
+        if not self._manager.enable_prefix_cache:
+            return
+        for sequence in sequences:
+            state, row = sequence.kv_state, sequence.single_block_id
+            num_tokens = state.num_computed_tokens
+            if row is None or num_tokens % self._block_size:
+                continue
+            plan = self._plans[row]
+            if num_tokens <= plan.num_inherited_tokens:
+                continue
+            is_stride = self.config.at_stride and num_tokens % self.config.stride_tokens == 0
+            if is_stride or num_tokens in state.checkpoint_stops:
+                self._save(sequence, plan, num_tokens)
+            elif self.config.at_generation_end and num_tokens >= state.num_admitted_tokens:
+                self._roll(sequence, plan, num_tokens)
+
+    def take_copies(self, driver_id: str) -> list[tuple[int, int]]:
+        """Copies of state that are due now, as (source, target) addresses of ``buffers``."""
+        return self._copies.take(driver_id)
+
+    def acknowledge_copies(self, driver_id: str) -> None:
+        """Those that were handed out are done."""
+        self._copies.acknowledge(driver_id)
+
+    def fail_copies(self, driver_id: str) -> None:
+        """Those that were handed out were not done."""
+        self._copies.fail(driver_id)
+
+    def forget_driver(self, driver_id: str) -> None:
+        """Nobody will do this driver's copies."""
+        self._copies.forget(driver_id)
+
+    # -- looks ----------------------------------------------------------------------------------
+
+    def explain(self, sequence: Sequence) -> MissReport | None:
+        """Why it reused less than the KV that was cached; None if it reused all of it."""
+        resume = self._plan_of(sequence).resume
+        if resume.num_blocks == resume.num_kv_blocks:
+            return None
+        hit, end = (count * self._block_size for count in resume[:2])
+        names = self._names(sequence)[resume.num_blocks : resume.num_kv_blocks]
+        stride = self.config.stride_tokens
+        if any(map(self.cache.contains, names)):
+            reason: MissReason = "stride" if self.config.match == "contiguous" else "no_state_slot"
+        elif any(map(self.cache.was_skipped, names)):
+            reason = "no_state_slot"
+        else:
+            is_between = self.config.at_stride and (hit // stride + 1) * stride > end
+            reason = "stride" if is_between else "no_checkpoint"
+        return MissReport(reason, hit, end)
+
+    def counters(self) -> dict[str, int]:
+        """What RankStats says of it."""
+        return {
+            "num_free_state_slots": self.cache.num_free_slots,
+            "num_live_state_slots": self.cache.num_live_slots,
+            "num_checkpoints": self.cache.num_checkpoints,
+            "state_hits_total": self.num_resumed_total,
+            "state_checkpoints_total": self.cache.num_committed_total,
+            "state_skipped_total": self.cache.num_skipped_total,
+        }
+
+    def live_index(self, sequence: Sequence) -> int:
+        """The row of the buffers' views that holds its state."""
+        address = self._address(sequence)
+        return address if self.buffers is None else address - self.buffers.live_base
+
+    def check_integrity(self) -> None:
+        """Each sequence with a row has a live slot of its own, and the slots' books balance.
+
+        Raises:
+            IntegrityError: something disagrees.
+        """
+        self.cache.check_integrity()
+        if len(self._plans) > self.cache.num_live_slots:
+            raise IntegrityError(
+                f"{len(self._plans)} sequences have state, but {self.cache.num_live_slots} slots "
+                "are live"
+            )
+
+    # -- details --------------------------------------------------------------------------------
+
+    @property
+    def _can_promote(self) -> bool:
+        """Whether live states lie as checkpoints do."""
+        return self.buffers is None or self.buffers.checkpoint_dtype == "float32"
+
+    def _find(self, request: AdmitRequest) -> Resume:
+        if request.token_ids is None:
+            return _AT_START
+        tokens = as_tokens(request.token_ids)[: request.num_blocks * self._block_size]
+        namespace = request.namespace
+        num_kv = self._manager.num_matching_blocks(tokens, namespace=namespace)
+        if not num_kv:
+            return _AT_START
+        names = self._manager.hasher.names(tokens[: num_kv * self._block_size], namespace=namespace)
+        raw = tokens[: num_kv * self._block_size].tobytes()
+        for index in self._eligible(names):
+            prefix = CheckedPrefix(raw, (index + 1) * self._block_size, namespace)
+            if self.cache.verify(names[index], prefix):
+                return Resume(index + 1, num_kv, names[index])
+        return Resume(0, num_kv)
+
+    def _eligible(self, names: list[bytes]) -> list[int]:
+        """Indices of blocks whose end has a checkpoint that may be used, the best first."""
+        if self.config.match == "deepest":
+            # Seldom more than a few are looked at: conversations end in a checkpoint.
+            return [i for i in range(len(names) - 1, -1, -1) if self.cache.contains(names[i])]
+        run: list[int] = []
+        step = self.config.stride_tokens // self._block_size
+        for index in range(step - 1, len(names), step):
+            if not self.cache.contains(names[index]):
+                break
+            run.append(index)
+        return run[::-1]
+
+    def _stops(self, num_tokens: int, resume: Resume) -> tuple[int, ...]:
+        """Boundaries of a prompt, beside the stride's, at which checkpoints are due."""
+        size, stops = self._block_size, set()
+        if self.config.at_prompt_end:
+            # The last that an equal prompt can use, for one token is left to compute; and the last
+            # that a longer one can use.
+            stops |= {(num_tokens - 1) // size * size, num_tokens // size * size}
+        if self.config.at_branch:
+            stops.add(resume.num_kv_blocks * size)
+        return tuple(sorted(stop for stop in stops if stop > resume.num_blocks * size))
+
+    def _plan(self, sequence: Sequence, resume: Resume) -> None:
+        assert sequence.single_block_id is not None, "it holds a row"
+        computed = sequence.kv_state.num_computed_tokens
+        self._plans[sequence.single_block_id] = _Plan(resume, computed)
+
+    def _save(self, sequence: Sequence, plan: _Plan, num_tokens: int) -> None:
+        name = self._name(sequence, num_tokens)
+        if not plan.tokens:
+            plan.tokens = sequence.token_ids[: sequence.kv_state.num_admitted_tokens].tobytes()
+        if num_tokens * 4 <= len(plan.tokens):
+            prefix = CheckedPrefix(plan.tokens, num_tokens, sequence.namespace)
+        else:
+            prefix = _prefix(sequence, num_tokens)
+        reservation = self.cache.reserve_checkpoint(name, prefix=prefix)
+        if reservation is not None and not reservation.existing:
+            save = Save(sequence, num_tokens, reservation, name, prefix)
+            self._copies.add_save(save, self._address(sequence), self._pin(sequence))
+
+    def _roll(self, sequence: Sequence, plan: _Plan, num_tokens: int) -> None:
+        """Keep the state at this boundary instead of the one before."""
+        if plan.rolling is None or not plan.rolling.num_tokens:
+            reservation = self.cache.reserve_checkpoint(None)
+            if reservation is None:
+                return
+            plan.rolling = Save(sequence, num_tokens, reservation)
+        plan.rolling.num_tokens = num_tokens
+        self._copies.add_save(plan.rolling, self._address(sequence), self._pin(sequence))
+
+    def _stands_at_boundary(self, sequence: Sequence, plan: _Plan) -> bool:
+        computed = sequence.kv_state.num_computed_tokens
+        return computed > plan.num_inherited_tokens and computed % self._block_size == 0
+
+    def _owe(self, sequence: Sequence, source: int, pin: Blocks) -> None:
+        """A live slot is to be filled before its sequence computes."""
+        target = self._address(sequence)
+        self._copies.add(sequence.driver_id, source, target, pin, self._pin(sequence))
+
+    def _pin(self, sequence: Sequence) -> Blocks:
+        assert sequence.linear_state_slot is not None, "it holds a live slot"
+        return self.cache.slots.pin(as_index([sequence.linear_state_slot]))
+
+    def _address(self, sequence: Sequence) -> int:
+        slot, row = sequence.linear_state_slot, sequence.single_block_id
+        assert slot is not None, "it holds a live slot"
+        assert row is not None, "it holds a row"
+        return slot if self.buffers is None else self.buffers.live_address(slot, row)
+
+    def _plan_of(self, sequence: Sequence) -> _Plan:
+        assert sequence.single_block_id is not None, "it holds a row"
+        return self._plans[sequence.single_block_id]
+
+    def _names(self, sequence: Sequence) -> list[bytes]:
+        """Names of the full blocks that it was admitted with."""
+        plan = self._plan_of(sequence)
+        if plan.names is None:
+            prompt = sequence.token_ids[: sequence.kv_state.num_admitted_tokens]
+            plan.names = self._manager.prefix_hashes(prompt, namespace=sequence.namespace)
+        return plan.names
+
+    def _name(self, sequence: Sequence, num_tokens: int) -> bytes:
+        if num_tokens <= sequence.kv_state.num_admitted_tokens:
+            return self._names(sequence)[num_tokens // self._block_size - 1]
+        tokens = sequence.token_ids[:num_tokens]
+        return self._manager.hasher.name(tokens, namespace=sequence.namespace)
+
+
+def _prefix(sequence: Sequence, num_tokens: int) -> CheckedPrefix:
+    return CheckedPrefix(sequence.token_ids[:num_tokens].tobytes(), num_tokens, sequence.namespace)
