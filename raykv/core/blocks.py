@@ -119,6 +119,26 @@ class Blocks:
             )
         return self._detach()[0]
 
+    def replace(self, block_id: int, other: Index) -> None:
+        """List ``other``, one id or none, in place of an id: for managers, who keep the books.
+
+        A handle that lists nothing any more is released.
+        """
+        index = self._index
+        if len(index) == 1:
+            self._index = other
+        else:
+            at = int(np.flatnonzero(index == block_id)[0])
+            self._index = np.concatenate((index[:at], other, index[at + 1 :]))
+        self._ids = None
+        if not len(self._index):
+            self._weight = 0
+
+    @property
+    def is_use(self) -> bool:
+        """Whether it holds uses: live, neither deallocated nor a pin."""
+        return self._weight >= USE
+
     @staticmethod
     def concat(handles: Iterable[Blocks]) -> Blocks:
         """Join handles of one manager and kind; takes over their references, they become empty.

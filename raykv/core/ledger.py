@@ -44,6 +44,7 @@ class Ledger:
         self.counts = np.full(num_blocks, FREE, np.int64)
         self.counts[0] = PADDING
         self._stack = np.arange(num_blocks - 1, 0, -1, dtype=np.int64)  # top of stack is the end
+        self._cells = self.counts.data  # an array itself takes twice as long for a single number
         self.num_free = num_blocks - 1
         self.num_used = 0
 
@@ -93,6 +94,39 @@ class Ledger:
         start = self.num_free
         self.num_free = start + len(ids)
         self._stack[start : self.num_free] = ids[::-1]
+
+    # The same for a single id: NumPy's fixed costs are several times those of the work.
+
+    def take_one(self, weight: int = USE + REF) -> int:
+        """Pop one id off the free list, which must hold one, with ``REF`` or ``USE + REF``."""
+        self.num_free -= 1
+        self.num_used += weight >= USE
+        block_id: int = self._stack.item(self.num_free)
+        self._cells[block_id] = weight
+        return block_id
+
+    def count_of(self, block_id: int) -> int:
+        """The three counters of one id."""
+        return self._cells[block_id]
+
+    def add_one(self, block_id: int, weight: int) -> None:
+        """Add ``REF`` or ``USE + REF``."""
+        old = self._cells[block_id]
+        self._cells[block_id] = old + weight
+        self.num_used += old < USE <= weight
+
+    def subtract_one(self, block_id: int, weight: int) -> bool:
+        """Take ``REF``, ``USE`` or both; return whether that was the last reference."""
+        new = self._cells[block_id] - weight
+        self._cells[block_id] = new
+        self.num_used -= new < USE <= weight
+        return weight != USE and not new & REF_MASK
+
+    def give_back_one(self, block_id: int) -> None:
+        """Put one unreferenced id on the free list."""
+        self._cells[block_id] = FREE
+        self._stack[self.num_free] = block_id
+        self.num_free += 1
 
     def check_returnable(self, ids: Index) -> None:
         """Raise unless each id is allocated and held by nobody.

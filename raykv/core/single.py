@@ -1,6 +1,13 @@
 """One id per sequence: rows of the block table, state slots (the seed's section 6)."""
 
+import operator
+
+import numpy as np
+
 from .base import LedgerBlockManager
+from .blocks import Blocks
+from .ledger import REF, USE
+from .tokens import Index
 
 
 class SingleBlockManager(LedgerBlockManager):
@@ -16,9 +23,46 @@ class SingleBlockManager(LedgerBlockManager):
     def __init__(self, num_blocks: int, *, resource_name: str = "single block") -> None:
         super().__init__(num_blocks, block_size=1)
         self.resource_name = resource_name
+        self._every_id: Index = np.arange(num_blocks, dtype=np.int64)
+        self._every_id.flags.writeable = False
 
     def __repr__(self) -> str:
         return (
             f"<SingleBlockManager {self.resource_name}: {self.num_used_blocks} of "
             f"{self.num_total_blocks} used>"
         )
+
+    # Nearly every call is about one id, and for one NumPy's fixed costs are most of the time.
+
+    def allocate(self, num_blocks: int) -> Blocks | None:
+        """See BlockManager."""
+        if operator.index(num_blocks) != 1:
+            return super().allocate(num_blocks)
+        self._settle_dropped()
+        if not self._make_room(1):
+            return None
+        return Blocks(self, self.index_of(self._ledger.take_one()), USE + REF)
+
+    def make_handle(self, ids: Index, weight: int, *, unique: bool = True) -> Blocks:
+        """One more handle of blocks that are held by one already."""
+        if len(ids) != 1 or not weight:
+            return super().make_handle(ids, weight, unique=unique)
+        self._settle_dropped()
+        self._ledger.add_one(ids.item(), weight)
+        return Blocks(self, ids, weight, unique=unique)
+
+    def index_of(self, block_id: int) -> Index:
+        """The index of one id, int64 [1], read-only."""
+        return self._every_id[block_id : block_id + 1]
+
+    def _drop(self, ids: Index, weight: int, unique: bool) -> None:  # noqa: FBT001
+        if len(ids) != 1:
+            super()._drop(ids, weight, unique)
+        elif self._ledger.subtract_one(ids.item(), weight):
+            self._unreferenced(ids)
+
+    def _give_back(self, ids: Index) -> None:
+        if len(ids) == 1:
+            self._ledger.give_back_one(ids.item())
+        else:
+            super()._give_back(ids)
