@@ -17,11 +17,12 @@ if TYPE_CHECKING:
     from raykv.prompts import Prompts
 
 _THREADED = (
-    "abort", "ack_swaps", "allocate_shared", "cache", "check_integrity", "close",
-    "deallocate", "deallocate_without_cache", "explain", "fork", "get_swap_block_transfer_infos",
-    "kv_cache_utilization", "num_available_blocks", "num_blocks_in_prefix_cache",
-    "num_free_blocks", "num_used_blocks", "reset_prefix_cache", "retire", "select_rank", "sleep",
-    "stats", "update_weights", "wake_up", "weights_version",
+    "abort", "ack_state_transfers", "ack_swaps", "allocate_shared", "cache", "check_integrity",
+    "close", "deallocate", "deallocate_without_cache", "explain", "fork",
+    "get_state_transfer_infos", "get_swap_block_transfer_infos", "kv_cache_utilization",
+    "num_available_blocks", "num_blocks_in_prefix_cache", "num_free_blocks", "num_used_blocks",
+    "reset_prefix_cache", "retire", "select_rank", "sleep", "stats", "update_weights", "wake_up",
+    "weights_version",
 )  # fmt: skip
 
 

@@ -95,6 +95,14 @@ class LocalRank(RankHandle):
         """See RankHandle."""
         return self._do(self.kv.ack_swaps)
 
+    def take_state_copies(self) -> Reply[list[tuple[int, int]]]:
+        """See RankHandle."""
+        return self._do(lambda: self.kv.get_state_transfer_infos()[0])
+
+    def ack_state_copies(self) -> Reply[None]:
+        """See RankHandle."""
+        return self._do(self.kv.ack_state_transfers)
+
     def reset_prefix_cache(self) -> Reply[int]:
         """See RankHandle."""
         return self._do(lambda: self.kv.reset_prefix_cache()[0])

@@ -28,7 +28,7 @@ from raykv.engine.params import EngineLimits, TokenDelta
 
 Operation: TypeAlias = Literal[
     "allocate", "allocate_shared", "cache", "release", "undo", "fork", "explain", "take_swaps",
-    "ack_swaps", "reset_prefix_cache", "check_integrity", "refresh", "submit", "abort", "leave",
+    "ack_swaps", "take_state_copies", "ack_state_copies", "reset_prefix_cache", "check_integrity", "refresh", "submit", "abort", "leave",
     "prepare_weights", "apply_weights", "cancel_weights", "weights_status", "retire",
     "sleep", "wake_up",
 ]  # fmt: skip
@@ -88,6 +88,8 @@ class SequenceStates(Packed):
         block_ids: int32 [sum of num_new_blocks].
         num_shared_blocks: leading blocks that came from the prefix cache.
         num_computed_tokens: leading tokens whose KV is computed.
+        state_slots: their live slots of recurrent state; empty where sequences have none.
+        checkpoint_stops: see KVCacheState; empty likewise.
     """
 
     single_block_ids: list[int]
@@ -96,6 +98,8 @@ class SequenceStates(Packed):
     block_ids: BlockIds
     num_shared_blocks: list[int]
     num_computed_tokens: list[int]
+    state_slots: list[int]
+    checkpoint_stops: list[tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,11 +112,22 @@ class Mirror:
                 block_ids.flags.writeable = False
                 state.block_ids = block_ids
             self._held[sequence.seq_id] = sequence, known + sent
+        # Of sequences with recurrent state; else there is nothing to go through.
+        for sequence, slot, stops in zip(
+            sequences, states.state_slots, states.checkpoint_stops, strict=False
+        ):
+            if slot and self._holds(sequence):
+                sequence.linear_state_slot = slot
+                sequence.kv_state.checkpoint_stops = stops
 
     def _admit(self, sequence: Sequence, num_computed: int) -> None:
         sequence.counted = True
         sequence.dp_rank = self._dp_rank
-        sequence.kv_state = KVCacheState(self._block_size, num_computed_tokens=num_computed)
+        sequence.kv_state = KVCacheState(
+            self._block_size,
+            num_computed_tokens=num_computed,
+            num_admitted_tokens=sequence.num_tokens,
+        )
 
     def _empty(self, sequence: Sequence, *, forgets: bool) -> None:
         """The rank holds nothing of a sequence."""

@@ -19,7 +19,7 @@ from raykv.core.kv_cache_manager import (
     flatten,
     token_targets,
 )
-from raykv.core.sequence import Sequence
+from raykv.core.sequence import Sequence, next_checkpoint
 from raykv.engine.build import build_rank
 from raykv.engine.worker import RankWorker
 from raykv.errors import RankUnavailableError, RequestError
@@ -159,6 +159,22 @@ class BlockManagerPool(GeneratingRanks, VersionedRanks, KVCacheManager):
     def ack_swaps(self) -> None:
         """See KVCacheManager."""
         self._of_all([rank.ack_swaps() for rank in self.ranks], None)
+
+    def next_checkpoint(self, sequence: Sequence) -> int | None:
+        """See KVCacheManager; found out here, without a call."""
+        states = self.config.linear_state
+        if not self.config.has_linear_state or not self.config.enable_prefix_cache:
+            return None
+        assert states is not None, "it is enabled"
+        return next_checkpoint(sequence.kv_state, states.stride_tokens if states.at_stride else None)
+
+    def get_state_transfer_infos(self) -> list[list[tuple[int, int]]]:
+        """See KVCacheManager."""
+        return self._of_all([rank.take_state_copies() for rank in self.ranks], [])
+
+    def ack_state_transfers(self) -> None:
+        """See KVCacheManager."""
+        self._of_all([rank.ack_state_copies() for rank in self.ranks], None)
 
     def explain(self, sequence: Sequence) -> MissReport:
         """See KVCacheManager."""

@@ -152,6 +152,11 @@ class RankKV(RankCounters):
         if self.states is not None:
             self.states.acknowledge_copies(driver_id)
 
+    def fail_state_transfers(self, driver_id: str = "") -> None:
+        """Copies of state that were handed out were not done: they make no checkpoints."""
+        if self.states is not None:
+            self.states.fail_copies(driver_id)
+
     def take_state_copies(self, driver_id: str) -> list[tuple[int, int]]:
         """The copies of state that one driver owes; see get_state_transfer_infos."""
         return [] if self.states is None else self.states.take_copies(driver_id)

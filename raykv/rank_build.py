@@ -7,6 +7,9 @@ from raykv.core.concurrent import ConcurrentBlockManagerImpl
 from raykv.errors import ConfigError
 from raykv.memory.buffers import KVBuffers
 from raykv.memory.spec import KVSpec
+from raykv.memory.state_buffers import StateBuffers
+from raykv.memory.state_spec import StateSpec
+from raykv.rank_states import RankStates
 
 
 def make_block_manager(config: PoolConfig) -> BlockManagerImpl:
@@ -37,6 +40,40 @@ def make_buffers(config: PoolConfig, spec: KVSpec | None) -> KVBuffers | None:
             memory.dtype,
         )
     return KVBuffers(spec, config.num_blocks, device=memory.device)
+
+
+def make_states(
+    config: PoolConfig, manager: BlockManagerImpl, spec: StateSpec | None
+) -> RankStates | None:
+    """The rank's recurrent state, or None where sequences have none.
+
+    Args:
+        config: the pool's.
+        manager: the rank's KV blocks.
+        spec: what one sequence keeps; None keeps books of slots only.
+
+    Raises:
+        ConfigError: the configuration and the model disagree, or the memory does not fit.
+    """
+    states = config.linear_state
+    if states is None or not states.enable:
+        if spec is not None:
+            raise ConfigError(
+                f"the model keeps {spec.slot_bytes} bytes of recurrent state per sequence, but "
+                "linear_state is not configured: give linear_state.num_slots, at least "
+                f"{config.max_num_seqs + 1} (max_num_seqs + 1), and one more for each checkpoint"
+            )
+        return None
+    buffers = None
+    if spec is not None and config.memory is not None:
+        buffers = StateBuffers(
+            spec,
+            states.num_slots,
+            num_rows=config.num_single_blocks,
+            checkpoint_dtype=states.checkpoint_dtype,
+            device=config.memory.device,
+        )
+    return RankStates(states, manager, buffers)
 
 
 def make_tables(config: PoolConfig) -> BlockTables:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from raykv.core.block_manager import BlockManagerImpl
 from raykv.core.kv_cache_manager import KVCacheManager, PoolStats, RankStats, Room
 from raykv.core.single import SingleBlockManager
+from raykv.memory.state_buffers import StateBuffers
 from raykv.rank_states import RankStates
 
 
@@ -45,6 +46,11 @@ class RankCounters(KVCacheManager):
     def kv_cache_utilization(self) -> float:
         """See KVCacheManager."""
         return self.block_manager.kv_cache_utilization
+
+    @property
+    def state_buffers(self) -> StateBuffers | None:
+        """The memory of recurrent state; None where only books are kept, or there is none."""
+        return None if self.states is None else self.states.buffers
 
     @property
     def room(self) -> Room:

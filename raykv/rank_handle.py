@@ -124,6 +124,14 @@ class RankHandle(ABC):
         """See KVCacheManager.ack_swaps."""
 
     @abstractmethod
+    def take_state_copies(self) -> Reply[list[tuple[int, int]]]:
+        """See KVCacheManager.get_state_transfer_infos."""
+
+    @abstractmethod
+    def ack_state_copies(self) -> Reply[None]:
+        """See KVCacheManager.ack_state_transfers."""
+
+    @abstractmethod
     def reset_prefix_cache(self) -> Reply[int]:
         """See BlockManager.reset_prefix_cache."""
 

@@ -78,10 +78,8 @@ class RankSequences:
         """What the driver does not know of them after a call."""
         rows, num_blocks, num_shared, num_computed = [], [], [], []
         new: list[BlockIds] = []
-        for seq_id, old, num_known in zip(
-            updates.seq_ids, before, updates.num_known_blocks, strict=True
-        ):
-            sequence = self.by_id.get(seq_id)
+        found = [self.by_id.get(seq_id) for seq_id in updates.seq_ids]
+        for sequence, old, num_known in zip(found, before, updates.num_known_blocks, strict=True):
             if sequence is None:
                 rows.append(0)
                 num_blocks.append(0)
@@ -98,6 +96,10 @@ class RankSequences:
             num_shared.append(state.num_shared_blocks)
             num_computed.append(state.num_computed_tokens)
             new.append(_NO_IDS if known == len(ids) else ids[known:])
+        present = [sequence for sequence in found if sequence is not None]
+        has_state = bool(present) and present[0].linear_state_slot is not None
+        slots = [0 if one is None else one.linear_state_slot or 0 for one in found if has_state]
+        stops = [() if one is None else one.kv_state.checkpoint_stops for one in found if has_state]
         return SequenceStates(
             single_block_ids=rows,
             num_blocks=num_blocks,
@@ -105,6 +107,8 @@ class RankSequences:
             block_ids=np.concatenate(new),
             num_shared_blocks=num_shared,
             num_computed_tokens=num_computed,
+            state_slots=slots,
+            checkpoint_stops=stops,
         )
 
     def _make(self, updates: SequenceUpdates, index: int, tokens: BlockIds) -> Sequence:

@@ -134,6 +134,10 @@ class RankService:
                 return self.kv.take_swaps(call.driver_id)
             case "ack_swaps":
                 self.kv.ack_swaps(call.driver_id)
+            case "take_state_copies":
+                return self.kv.take_state_copies(call.driver_id)
+            case "ack_state_copies":
+                self.kv.ack_state_transfers(call.driver_id)
             case "submit":
                 self._running_engine().submit(call.argument, lease.name)
             case "abort":

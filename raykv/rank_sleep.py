@@ -1,4 +1,4 @@
-"""Sleep of one rank: when it may, and what becomes of cache and K/V memory."""
+"""Sleep of one rank: when it may, and what becomes of cache, K/V memory and recurrent state."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from raykv.core.rows import Rows
 from raykv.core.sequence import Sequence
 from raykv.errors import RequestError
 from raykv.memory.buffers import KVBuffers
+from raykv.rank_states import RankStates
 
 
 class RankSleep:
@@ -20,19 +21,27 @@ class RankSleep:
         manager: its KV blocks.
         rows: its sequences.
         buffers: its K/V memory, None when only books are kept.
+        states: its recurrent state, None where sequences have none.
 
     Attributes:
         is_asleep: whether the memory was given back; nothing can be allocated meanwhile.
     """
 
     def __init__(
-        self, dp_rank: int, manager: BlockManagerImpl, rows: Rows, buffers: KVBuffers | None
+        self,
+        dp_rank: int,
+        manager: BlockManagerImpl,
+        rows: Rows,
+        buffers: KVBuffers | None,
+        states: RankStates | None,
     ) -> None:
         self.is_asleep = False
         self._dp_rank = dp_rank
         self._manager = manager
         self._rows = rows
-        self._buffers = buffers
+        self._states = states
+        state_buffers = None if states is None else states.buffers
+        self._memory = [each for each in (buffers, state_buffers) if each is not None]
 
     def sleep(self) -> None:
         """Forget all cached prefixes and give the K/V memory back; idempotent.
@@ -50,9 +59,17 @@ class RankSleep:
                 f"rank {self._dp_rank} cannot sleep while handles or copies hold {num_held} "
                 "blocks: release them, or acknowledge the copies with ack_swaps()"
             )
+        slots = None if self._states is None else self._states.cache
+        if slots is not None and slots.num_total_slots > slots.num_free_slots + slots.num_reclaimable:
+            raise RequestError(
+                f"rank {self._dp_rank} cannot sleep while copies of recurrent state are under way: "
+                "acknowledge them with ack_state_transfers()"
+            )
         manager.reset_prefix_cache()
-        if self._buffers is not None:
-            self._buffers.release()
+        if self._states is not None:
+            self._states.cache.clear()
+        for memory in self._memory:
+            memory.release()
         self.is_asleep = True
 
     def wake_up(self) -> None:
@@ -61,8 +78,8 @@ class RankSleep:
         Raises:
             ConfigError: it does not fit any more; the rank goes on sleeping.
         """
-        if self._buffers is not None:
-            self._buffers.restore()
+        for memory in self._memory:
+            memory.restore()
         self.is_asleep = False
 
     def check_unused(self, besides: Collection[Sequence] = ()) -> None:

@@ -17,7 +17,7 @@ from raykv.core.blocks import Blocks
 from raykv.core.explain import MissReason, MissReport
 from raykv.core.linear_state import CheckedPrefix, LinearStatePrefixCache
 from raykv.core.manager import AdmitRequest
-from raykv.core.sequence import Sequence
+from raykv.core.sequence import Sequence, next_checkpoint
 from raykv.core.state_copies import Save, StateCopies
 from raykv.core.tokens import as_index, as_tokens
 from raykv.errors import IntegrityError
@@ -31,11 +31,13 @@ class Resume(NamedTuple):
         num_blocks: leading blocks whose KV and state it reuses.
         num_kv_blocks: leading blocks whose KV is cached.
         name: of the checkpoint; None without one.
+        num_tokens: tokens in those blocks that it reuses.
     """
 
     num_blocks: int
     num_kv_blocks: int
     name: bytes | None = None
+    num_tokens: int = 0
 
 
 _AT_START = Resume(0, 0)
@@ -47,7 +49,6 @@ def resumable(request: AdmitRequest, resume: Resume) -> AdmitRequest:
     """The request, less the cached blocks whose state nobody has."""
     if resume.num_blocks == resume.num_kv_blocks or request.token_ids is None:
         return request
-    size = len(request.token_ids)
     return request._replace(token_ids=request.token_ids[: resume.num_tokens])
 
 
@@ -157,7 +158,7 @@ class RankStates:
         assert row is not None, "it holds a row"
         self._copies.cancel(sequence.driver_id, self._address(sequence))
         publish = publish and self.config.at_generation_end
-        if publish and self._stands_at_boundary(sequence, plan) and self._can_promote:
+        if publish and self._stands_at_boundary(sequence, plan) and self.promotes:
             num_tokens = sequence.kv_state.num_computed_tokens
             prefix = _prefix(sequence, num_tokens)
             self.cache.promote(sequence, self._name(sequence, num_tokens), final=True, prefix=prefix)
@@ -181,13 +182,8 @@ class RankStates:
         """
         if not self._manager.enable_prefix_cache:
             return None
-        state = sequence.kv_state
-        after = [stop for stop in state.checkpoint_stops if stop > state.num_computed_tokens]
-        if self.config.at_stride:
-            stride = self.config.stride_tokens
-            after.append((state.num_computed_tokens // stride + 1) * stride)
-        stop = min(after, default=state.num_admitted_tokens + 1)
-        return stop if stop <= state.num_admitted_tokens else None
+        stride = self.config.stride_tokens if self.config.at_stride else None
+        return next_checkpoint(sequence.kv_state, stride)
 
     def checkpoint(self, sequences: Iterable[Sequence]) -> None:
         """Reserve checkpoints for sequences that just computed up to a boundary, where one is due.
@@ -278,8 +274,8 @@ class RankStates:
     # -- details --------------------------------------------------------------------------------
 
     @property
-    def _can_promote(self) -> bool:
-        """Whether live states lie as checkpoints do."""
+    def promotes(self) -> bool:
+        """Whether a live slot can become a checkpoint: live states lie as checkpoints do."""
         return self.buffers is None or self.buffers.checkpoint_dtype == "float32"
 
     def _find(self, request: AdmitRequest) -> Resume:
@@ -295,7 +291,7 @@ class RankStates:
         for index in self._eligible(names):
             prefix = CheckedPrefix(raw, (index + 1) * self._block_size, namespace)
             if self.cache.verify(names[index], prefix):
-                return Resume(index + 1, num_kv, names[index])
+                return Resume(index + 1, num_kv, names[index], prefix.num_tokens)
         return Resume(0, num_kv)
 
     def _eligible(self, names: list[bytes]) -> list[int]:

@@ -211,6 +211,14 @@ class RemoteRank(RankHandle):
         """See RankHandle."""
         return self._call("ack_swaps")
 
+    def take_state_copies(self) -> Reply[list[tuple[int, int]]]:
+        """See RankHandle."""
+        return self._call("take_state_copies")
+
+    def ack_state_copies(self) -> Reply[None]:
+        """See RankHandle."""
+        return self._call("ack_state_copies")
+
     def reset_prefix_cache(self) -> Reply[int]:
         """See RankHandle; a lost rank does it when it is back, before anything else."""
         with self._lock:

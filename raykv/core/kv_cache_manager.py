@@ -178,6 +178,13 @@ class KVCacheManager(ABC):
     def ack_swaps(self) -> None:
         """All copies that were handed out are done."""
 
+    def next_checkpoint(self, sequence: Sequence) -> int | None:  # noqa: ARG002
+        """The token position of its prompt where a checkpoint of its state is due next.
+
+        Whoever computes stops there and calls ``cache``. None where none is due any more.
+        """
+        return None
+
     @abstractmethod
     def get_state_transfer_infos(self) -> list[list[tuple[int, int]]]:
         """Per rank the (source, target) copies of recurrent state due before the next step.

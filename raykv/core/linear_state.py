@@ -98,11 +98,12 @@ class LinearStatePrefixCache:
     # -- checkpoints ----------------------------------------------------------------------------
 
     def reserve_checkpoint(
-        self, prefix_hash: bytes, *, prefix: CheckedPrefix | None = None
+        self, prefix_hash: bytes | None, *, prefix: CheckedPrefix | None = None
     ) -> Reservation | None:
         """Reserve a slot for a prefix's state, reclaiming the least recently used checkpoint.
 
-        It cannot be matched before it is committed.
+        It cannot be matched before it is committed. Without a hash it is ``commit`` that names it:
+        a slot for the state of a prefix that still grows.
 
         Returns:
             A reservation, ``existing`` where the prefix has a checkpoint already. None where one is
@@ -111,6 +112,12 @@ class LinearStatePrefixCache:
         """
         slots = self.slots
         slots.settle()
+        if prefix_hash is None:
+            unnamed = slots.reserve_unnamed()
+            if unnamed is None:
+                self.num_skipped_total += 1
+                return None
+            return Reservation(slots, *unnamed)
         known = slots.committed.get(prefix_hash)
         if known is not None:
             if not self._check(known, prefix):
@@ -127,19 +134,30 @@ class LinearStatePrefixCache:
             return None
         return Reservation(slots, *reserved)
 
-    def commit(self, reservation: Reservation) -> int:
+    def commit(
+        self,
+        reservation: Reservation,
+        prefix_hash: bytes | None = None,
+        *,
+        prefix: CheckedPrefix | None = None,
+    ) -> int:
         """Let a prefix's state be matched: it is written to the reserved slot.
+
+        Args:
+            reservation: of the slot.
+            prefix_hash: whose state it is; None for what it was reserved for.
+            prefix: what that hash stands for.
 
         The checkpoint is unpinned, and the most recently used one. Where another one of the prefix
         was promoted meanwhile, that one stays, and the reserved slot comes back.
 
         Returns:
             The slot that holds the state; 0 if none does: the cache was cleared after the
-            reservation, or an existing checkpoint was reclaimed.
+            reservation, an existing checkpoint was reclaimed, or the hash is another prefix's.
 
         Raises:
             DoubleFreeError: it was committed or released before.
-            ValueError: it is another cache's.
+            ValueError: it is another cache's, or has no name.
         """
         slots = self.slots
         if not reservation.is_of(slots):
@@ -151,14 +169,17 @@ class LinearStatePrefixCache:
             )
         slots.settle()
         claim = reservation.claim
-        known = slots.committed.get(claim.prefix_hash)
+        name = claim if prefix_hash is None else claim._replace(prefix_hash=prefix_hash, prefix=prefix)
+        if prefix_hash is None and claim.is_unnamed:
+            raise ValueError(f"{reservation!r} was made without a name: pass the prefix's hash")
+        known = slots.committed.get(name.prefix_hash)
         slot = 0
         if reservation.existing or slots.claims.get(claim.prefix_hash) is claim:
             if known is None and not reservation.existing:
-                slots.commit(claim)
-                self._count_committed(claim.prefix_hash)
+                slots.commit(claim, name)
+                self._count_committed(name.prefix_hash)
                 slot = claim.slot
-            elif known is not None and self._check(known, claim.prefix):
+            elif known is not None and self._check(known, name.prefix):
                 slots.refresh(known)
                 slot = known.slot
         reservation.release()

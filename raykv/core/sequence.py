@@ -64,6 +64,20 @@ class KVCacheState:
         return len(self.block_ids)
 
 
+def next_checkpoint(state: KVCacheState, stride_tokens: int | None) -> int | None:
+    """The token position of a prompt where a checkpoint of recurrent state is due next, or None.
+
+    Args:
+        state: the sequence's.
+        stride_tokens: tokens between checkpoints; None for none but its ``checkpoint_stops``.
+    """
+    after = [stop for stop in state.checkpoint_stops if stop > state.num_computed_tokens]
+    if stride_tokens is not None:
+        after.append((state.num_computed_tokens // stride_tokens + 1) * stride_tokens)
+    stop = min(after, default=state.num_admitted_tokens + 1)
+    return stop if stop <= state.num_admitted_tokens else None
+
+
 class Sequence:
     """One growing row of tokens and the KV resources it holds.
 

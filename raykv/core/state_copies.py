@@ -104,6 +104,7 @@ class StateCopies:
         """The copies that were handed out were not done: they make no checkpoints."""
         if driver_id in self._owed:
             owed = self._owed[driver_id]
+            self._cache.num_skipped_total += len(owed.handed)
             for save in owed.handed:
                 save.give_up()
             owed.handed = []

@@ -20,12 +20,20 @@ if TYPE_CHECKING:
     from .tokens import BlockIds, Index
 
 
+_UNNAMED = b"a prefix that still grows "  # longer than hashes are, and not equal to any
+
+
 class Checkpoint(NamedTuple):
     """A slot and the prefix whose state it holds, or will hold. Compared by identity."""
 
     prefix_hash: bytes
     slot: int
     prefix: CheckedPrefix | None
+
+    @property
+    def is_unnamed(self) -> bool:
+        """Whether the hash only tells reservations apart."""
+        return self.prefix_hash.startswith(_UNNAMED)
 
 
 class StateSlots(SingleBlockManager):
@@ -57,6 +65,7 @@ class StateSlots(SingleBlockManager):
         self._recent: OrderedDict[int, None] = OrderedDict()
         self._retired: OrderedDict[int, None] = OrderedDict()
         self._retired_versions: set[int] = set()
+        self._num_unnamed = 0
         # The handles that a live slot was given out in. Weak: one that nobody keeps gives its slot
         # back.
         self._handles: dict[int, list[weakref.ref[Blocks]]] = {}
@@ -120,10 +129,15 @@ class StateSlots(SingleBlockManager):
         self._reserved[slot] = self.claims[prefix_hash] = claim
         return claim, Blocks(self, self.index_of(slot), REF)
 
-    def commit(self, claim: Checkpoint) -> None:
-        """Let a pending slot be matched; its hash must not be committed."""
+    def reserve_unnamed(self) -> tuple[Checkpoint, Blocks] | None:
+        """The same for a prefix that is to be named when it is committed."""
+        self._num_unnamed += 1
+        return self.reserve(_UNNAMED + b"%d" % self._num_unnamed, None)
+
+    def commit(self, claim: Checkpoint, name: Checkpoint) -> None:
+        """Let a pending slot be matched under a name, whose hash must not be committed."""
         del self.claims[claim.prefix_hash], self._reserved[claim.slot]
-        self._publish(claim)
+        self._publish(name)
 
     def promote(self, live: int, checkpoint: Checkpoint, fresh: int | None) -> Blocks:
         """Make a live slot with one use a checkpoint; its hash must not be committed.

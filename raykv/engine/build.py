@@ -30,9 +30,9 @@ def build_rank(config: PoolConfig, dp_rank: int) -> tuple[RankKV, Engine | None]
             f"max_model_len is {config.max_model_len}, but {model.path} reaches "
             f"{runner.max_model_len} tokens: lower it"
         )
-    kv = RankKV(config, dp_rank, runner.kv_spec)
+    kv = RankKV(config, dp_rank, runner.kv_spec, runner.state_spec)
     assert kv.buffers is not None, "a spec makes buffers"
-    runner.bind(kv.buffers)
+    runner.bind(kv.buffers, kv.state_buffers)
     tokenizer = load_tokenizer(model.path)
 
     def detokenize(token_ids: Sequence[int]) -> str:

@@ -88,6 +88,7 @@ class Engine:
             max_num_seqs=rank_kv.config.max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             shares_prefixes=rank_kv.config.enable_prefix_cache,
+            keeps_state=rank_kv.states is not None,
         )
         self.scheduler.begin_version(rank_kv.weights_version)
         self.lifecycle = Lifecycle(rank_kv, self)
@@ -237,26 +238,77 @@ class Engine:
         begin = self._clock()
         try:
             self._copy_forked()
+            self._fill_states()
             logits = self._forward(self._batch(step))
         except Exception as error:  # noqa: BLE001 - whatever the model throws must not end the rank
             return [(task.driver_id, self._fail(task, "the model", error)) for task, _ in step]
         now = self._clock()
         self._model_s += now - begin
         rows = iter(logits)
-        for task, count in step:
-            task.sequence.kv_state.num_computed_tokens += count
-            if count > 1:  # a prefill, or a piece of one: others may share it from now on
-                self.kv.cache(task.sequence)
+        at_boundary = self._publish(step)
+        for task, _ in step:
             if task.num_remaining == 0:
                 row = next(rows)
                 for sample in (*self.scheduler.fork(task), task):
                     sample.times[1:] = sample.times[1:] or task.times[1:2]
                     deltas.append((sample.driver_id, self._advance(sample, row, now)))
                     self._num_generated += 1
+        self._checkpoint(at_boundary)  # who ended there has left its slot as a checkpoint
         self._num_steps += 1
         self._num_computed += sum(count for _, count in step)
         self._step_s += self._clock() - start
         return deltas
+
+    def _publish(self, step: list[tuple[Task, int]]) -> list[Sequence]:
+        """Note what was computed; what prefills computed can be shared from now on.
+
+        Returns:
+            Decoding sequences whose recurrent state stands at the end of a block.
+        """
+        at_boundary = []
+        for task, count in step:
+            sequence = task.sequence
+            state = sequence.kv_state
+            state.num_computed_tokens += count
+            is_at_end = self.kv.states is not None and (
+                state.num_computed_tokens % state.block_size == 0
+            )
+            if count > 1 or (is_at_end and state.num_computed_tokens <= state.num_admitted_tokens):
+                self.kv.cache(sequence)
+            elif is_at_end:
+                at_boundary.append(sequence)
+        states = self.kv.states
+        if states is not None and not states.promotes:  # then ending leaves no checkpoint by itself
+            self.kv.checkpoint(at_boundary)
+            at_boundary = []
+        self._save_states()
+        return at_boundary
+
+    def _checkpoint(self, sequences: list[Sequence]) -> None:
+        """Keep the states of those that still run."""
+        if sequences:
+            self.kv.checkpoint(sequences)
+            self._save_states()
+
+    def _save_states(self) -> None:
+        """Copy the states that are to be checkpoints; one that cannot be copied is none."""
+        copies = self.kv.take_state_copies(_OWNER)
+        if copies:
+            try:
+                self.model.copy_states(*zip(*copies, strict=True))
+            except Exception:  # noqa: BLE001 - the device's faults; requests do not need checkpoints
+                self.kv.fail_state_transfers(_OWNER)
+            else:
+                self.kv.ack_state_transfers(_OWNER)
+
+    def _fill_states(self) -> None:
+        """Fill live slots from checkpoints, and forks' from their parents'."""
+        copies = self.kv.take_state_copies(_OWNER)
+        if copies:
+            try:
+                self.model.copy_states(*zip(*copies, strict=True))
+            finally:  # a copy that failed ends its sequences, so nothing waits for it
+                self.kv.ack_state_transfers(_OWNER)
 
     def _forward(self, batch: StepBatch) -> NDArray[np.float32]:
         logits = self.model.forward(batch)
@@ -290,6 +342,8 @@ class Engine:
         slots = tables[owners, index].astype(np.int64) * size + offset
         tokens = [s.token_ids[a:b] for s, a, b in zip(sequences, starts, contexts, strict=True)]
         totals = np.array([s.num_tokens for s in sequences])
+        states = self.kv.states
+        live = None if states is None else np.array([states.live_index(s) for s in sequences])
         return StepBatch(
             token_ids=np.concatenate(tokens),
             positions=positions,
@@ -298,6 +352,7 @@ class Engine:
             block_tables=tables,
             slot_ids=slots,
             logit_rows=(ends - 1)[contexts == totals].astype(np.int32),
+            state_slots=live,
         )
 
     def _advance(self, task: Task, logits: NDArray[np.float32], now: float) -> TokenDelta:

@@ -166,7 +166,10 @@ class Lifecycle:
 
     def retire(self, version: int) -> int:
         """See BlockManager.retire."""
-        return self._kv.block_manager.retire(checked_version(version))
+        version = checked_version(version)
+        if self._kv.linear_state is not None:
+            self._kv.linear_state.retire(version)
+        return self._kv.block_manager.retire(version)
 
     # -- sleep ----------------------------------------------------------------------------------
 
@@ -226,7 +229,7 @@ class Lifecycle:
         if "kv_cache" in wanted:
             kv.wake_up()
             if engine is not None and kv.buffers is not None:
-                self._runner("wake up").bind(kv.buffers)
+                self._runner("wake up").bind(kv.buffers, kv.state_buffers)
             self.asleep.discard("kv_cache")
         if "weights" in wanted and self._waking is None:
             self._error = None
@@ -277,7 +280,7 @@ class Lifecycle:
         except RequestError:
             if runner is not None:
                 assert self._kv.buffers is not None, "a runner has buffers"
-                runner.bind(self._kv.buffers)
+                runner.bind(self._kv.buffers, self._kv.state_buffers)
             raise
 
     def _check_idle(self) -> None:

@@ -105,6 +105,8 @@ class Scheduler:
         max_num_seqs: sequences that run at a time.
         max_num_batched_tokens: tokens that one step computes.
         shares_prefixes: whether ``kv`` finds what others computed.
+        keeps_state: whether sequences have recurrent state, and reuse prefixes only where a
+            checkpoint of it stands.
 
     Attributes:
         waiting: tasks without memory, oldest first.
@@ -122,6 +124,7 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         shares_prefixes: bool = True,
+        keeps_state: bool = False,
     ) -> None:
         self.waiting: list[Task] = []
         self.running: list[Task] = []
@@ -132,6 +135,7 @@ class Scheduler:
         self._kv = kv
         self._max_num_seqs = max_num_seqs
         self._shares_prefixes = shares_prefixes
+        self._keeps_state = keeps_state
         # Each running sequence decodes at least, whatever the budget for prefills says.
         self._budget = max(max_num_batched_tokens, 1)
 
@@ -172,7 +176,7 @@ class Scheduler:
         budget = self._budget - len(step)
         for task in self.running:
             if task.num_remaining > 1 and budget > 0:
-                count = min(task.num_remaining, budget)
+                count = self._chunk(task, budget)
                 step.append((task, count))
                 budget -= count
         # What was just preempted would come straight back and be preempted again.
@@ -180,10 +184,19 @@ class Scheduler:
             admitted = self._admit_next()
             if admitted is None:
                 break
-            count = min(admitted.num_remaining, budget)
+            count = self._chunk(admitted, budget)
             step.append((admitted, count))
             budget -= count
         return step
+
+    def _chunk(self, task: Task, budget: int) -> int:
+        """Tokens that a task computes now: none beyond the place of its next checkpoint."""
+        count = min(task.num_remaining, budget)
+        if self._keeps_state:
+            stop = self._kv.next_checkpoint(task.sequence)
+            if stop is not None:
+                count = min(count, stop - task.sequence.kv_state.num_computed_tokens)
+        return count
 
     def fork(self, task: Task) -> list[Task]:
         """Start the waiting samples of a prompt that was just computed, as forks of this one.
@@ -264,7 +277,7 @@ class Scheduler:
         return self._awaits_prefix(task.sequence)
 
     def _awaits_prefix(self, sequence: Sequence) -> bool:
-        """Whether a running sequence is about to publish a block that this one could share.
+        """Whether a running sequence is about to publish a prefix that this one could share.
 
         So equal prompts that arrive together are prefilled once. If the one that prefills goes
         away, nobody waits for it any more, and the next in line takes over.
@@ -273,10 +286,13 @@ class Scheduler:
             return False
         for leader in (task.sequence for task in self.running if task.num_remaining > 1):
             size = leader.kv_state.block_size
-            stop = (leader.kv_state.num_computed_tokens // size + 1) * size
-            is_shareable = stop <= leader.num_tokens and stop < sequence.num_tokens
+            stop: int | None = (leader.kv_state.num_computed_tokens // size + 1) * size
+            if self._keeps_state:
+                stop = self._kv.next_checkpoint(leader)
             if (
-                is_shareable
+                stop is not None
+                and stop <= leader.num_tokens
+                and stop < sequence.num_tokens
                 and leader.namespace == sequence.namespace
                 and np.array_equal(leader.token_ids[:stop], sequence.token_ids[:stop])
             ):
