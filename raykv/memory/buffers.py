@@ -1,7 +1,5 @@
 """The KV memory of one rank: one array of blocks, and views of it for attention."""
 
-import re
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,11 +7,9 @@ from numpy.typing import NDArray
 
 from raykv.errors import ConfigError
 from raykv.memory.ids import Ids, checked_ids
+from raykv.memory.room import allocate_zeros, give_back_unused
 from raykv.memory.spec import KVSpec
-from raykv.memory.xp import Device, DeviceChoice, array_module, resolve_device
-
-_MEMINFO = Path("/proc/meminfo")
-_GIB = 1 << 30
+from raykv.memory.xp import Device, DeviceChoice, array_module, as_torch, resolve_device
 
 
 class KVBuffers:
@@ -77,8 +73,7 @@ class KVBuffers:
         It goes back to the system with the last view of it.
         """
         self.storage = self.xp.empty((0, self.spec.block_elements), dtype=self.spec.storage_dtype)
-        if self.device == "cuda":
-            self.xp.get_default_memory_pool().free_all_blocks()
+        give_back_unused(self.device)
 
     def restore(self) -> None:
         """Take memory again after ``release``; it starts as zeros. Idempotent.
@@ -117,14 +112,7 @@ class KVBuffers:
             ValueError: There is no such layer or tensor.
             ImportError: torch is not installed.
         """
-        array = self.view(layer, name)
-        import torch  # noqa: PLC0415 - managing and copying blocks needs no torch
-
-        if self.spec.dtype == "bfloat16":
-            # Every torch and DLPack version knows int16, not every one uint16.
-            array = array.view(np.int16)
-        tensor = torch.from_numpy(array) if self.device == "cpu" else torch.from_dlpack(array)
-        return tensor.view(torch.bfloat16) if self.spec.dtype == "bfloat16" else tensor
+        return as_torch(self.view(layer, name), self.spec.dtype, self.device)
 
     def read_slots(self, layer: int, name: str, slot_ids: Ids) -> NDArray[Any]:
         """Copy tokens to the host, such as those of a sequence, in the order asked for.
@@ -151,39 +139,9 @@ class KVBuffers:
         return values
 
     def _allocate(self) -> None:
-        _check_fits(self.spec, self.num_blocks, self.device, self.xp)
-        shape = (self.num_blocks, self.spec.block_elements)
-        try:
-            self.storage = self.xp.zeros(shape, dtype=self.spec.storage_dtype)
-        except MemoryError as error:  # CuPy's out-of-memory error derives from it
-            why = f"allocation failed: {error}"
-            raise _too_large(self.spec, self.num_blocks, self.device, why) from None
-
-
-def _check_fits(spec: KVSpec, num_blocks: int, device: Device, xp: Any) -> None:
-    if device == "cuda":
-        # What CuPy keeps from a closed pool is free to us, though the driver counts it as used.
-        xp.get_default_memory_pool().free_all_blocks()
-        available: int | None = xp.cuda.runtime.memGetInfo()[0]
-    else:
-        available = _available_bytes()
-    if available is not None and num_blocks * spec.block_bytes > available:
-        raise _too_large(spec, num_blocks, device, f"{available / _GIB:.2f} GiB are available")
-
-
-def _available_bytes() -> int | None:
-    """Memory that a new allocation can use without swapping; None where Linux does not say."""
-    try:
-        text = _MEMINFO.read_text(encoding="ascii")
-    except OSError:
-        return None
-    found = re.search(r"^MemAvailable:\s+(\d+) kB$", text, re.MULTILINE)
-    return int(found[1]) * 1024 if found else None
-
-
-def _too_large(spec: KVSpec, num_blocks: int, device: Device, why: str) -> ConfigError:
-    return ConfigError(
-        f"{num_blocks} blocks of {spec.block_bytes} bytes need"
-        f" {num_blocks * spec.block_bytes / _GIB:.2f} GiB on {device}, but {why}:"
-        " ask for fewer blocks, use a smaller dtype, or free memory"
-    )
+        (self.storage,) = allocate_zeros(
+            [((self.num_blocks, self.spec.block_elements), self.spec.storage_dtype)],
+            self.device,
+            what=f"{self.num_blocks} blocks of {self.spec.block_bytes} bytes",
+            remedy="ask for fewer blocks, use a smaller dtype, or free memory",
+        )

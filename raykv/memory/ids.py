@@ -1,4 +1,4 @@
-"""The one check of block and slot numbers that come from outside."""
+"""The one check of block, slot and address numbers that come from outside."""
 
 from collections.abc import Sequence
 
@@ -33,3 +33,35 @@ def checked_ids(ids: Ids, limit: int, what: str) -> NDArray[np.int64]:
     if low < 0 or high >= limit:
         raise ValueError(f"{what} spans {low} to {high}, but must lie in [0, {limit})")
     return array.astype(np.int64, copy=False)
+
+
+def checked_targets(
+    ids: Ids, limit: int, what: str, *, padding: tuple[int, ...] = (0,), unit: str = "block"
+) -> NDArray[np.int64]:
+    """Return ids that a batch may write, as an int64 array on the host.
+
+    Args:
+        ids: See ``checked_ids``.
+        limit: First number that is too large.
+        what: Name of the argument, for messages.
+        padding: Ids that are never written.
+        unit: What an id stands for, for messages.
+
+    Returns:
+        Array ``[n]``.
+
+    Raises:
+        ValueError: ``checked_ids`` refuses them, one is padding, or one repeats.
+    """
+    targets = checked_ids(ids, limit, what)
+    unique, counts = np.unique(targets, return_counts=True)
+    for each in padding:
+        if (targets == each).any():
+            raise ValueError(f"{what} holds {each}, the padding {unit}, which is never overwritten")
+    if unique.size < targets.size:
+        worst = counts.argmax()
+        raise ValueError(
+            f"{what} holds {unit} {unique[worst]} {counts[worst]} times, but a batch may write a"
+            f" {unit} only once"
+        )
+    return targets

@@ -10,15 +10,19 @@ from math import prod
 from typing import Literal, get_args
 
 from raykv.errors import ConfigError
+from raykv.memory.shapes import check_layer, check_positive, check_tensor
 
 KVDtype = Literal["float32", "float16", "bfloat16"]
 
-_ITEMSIZES: dict[KVDtype, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
+ITEMSIZES: dict[KVDtype, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
-def _check_positive(value: object, what: str) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{what} is {value!r}, but sizes are whole numbers of at least 1: fix it")
+def storage_dtype(dtype: KVDtype) -> str:
+    """NumPy name of stored elements: ``uint16`` bit patterns stand in for bfloat16.
+
+    NumPy and CuPy know no bfloat16; copying needs only the bits.
+    """
+    return "uint16" if dtype == "bfloat16" else dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +41,7 @@ class TensorSpec:
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if not self.name:
-            raise ConfigError(f"a tensor of shape {self.shape} has no name: name it, e.g. 'k'")
-        if not isinstance(self.shape, tuple) or not self.shape:
-            raise ConfigError(
-                f"tensor {self.name!r} has shape {self.shape!r}, which is not a tuple with at least"
-                " one dimension: give it as e.g. (num_kv_heads, head_dim)"
-            )
-        for axis, size in enumerate(self.shape):
-            _check_positive(size, f"dimension {axis} of tensor {self.name!r} in {self.shape!r}")
+        check_tensor(self.name, self.shape, example=("k", "(num_kv_heads, head_dim)"))
 
     @property
     def token_elements(self) -> int:
@@ -67,14 +63,7 @@ class LayerSpec:
     tensors: tuple[TensorSpec, ...]
 
     def __post_init__(self) -> None:
-        if not isinstance(self.tensors, tuple):
-            raise ConfigError(f"tensors is {self.tensors!r}, not a tuple: wrap it in tuple(...)")
-        names = [tensor.name for tensor in self.tensors]
-        if len(set(names)) != len(names):
-            raise ConfigError(
-                f"a layer's {len(names)} tensors are named {names}, but names must differ:"
-                " rename the repeated one"
-            )
+        check_layer(self.tensors)
 
     @classmethod
     def attention(cls, num_kv_heads: int, head_dim: int) -> "LayerSpec":
@@ -90,8 +79,8 @@ class LayerSpec:
         Raises:
             ConfigError: A size is not a positive whole number.
         """
-        _check_positive(num_kv_heads, "num_kv_heads")
-        _check_positive(head_dim, "head_dim")
+        check_positive(num_kv_heads, "num_kv_heads")
+        check_positive(head_dim, "head_dim")
         shape = (num_kv_heads, head_dim)
         return cls((TensorSpec("k", shape), TensorSpec("v", shape)))
 
@@ -109,8 +98,8 @@ class LayerSpec:
         Raises:
             ConfigError: A size is not a positive whole number.
         """
-        _check_positive(kv_lora_rank, "kv_lora_rank")
-        _check_positive(rope_dim, "rope_dim")
+        check_positive(kv_lora_rank, "kv_lora_rank")
+        check_positive(rope_dim, "rope_dim")
         return cls((TensorSpec("latent", (kv_lora_rank,)), TensorSpec("rope", (rope_dim,))))
 
     @property
@@ -140,7 +129,7 @@ class KVSpec:
     def __post_init__(self) -> None:
         if not isinstance(self.layers, tuple):
             raise ConfigError(f"layers is {self.layers!r}, not a tuple: wrap it in tuple(...)")
-        _check_positive(self.block_size, "block_size")
+        check_positive(self.block_size, "block_size")
         if self.dtype not in get_args(KVDtype):
             raise ConfigError(
                 f"dtype is {self.dtype!r}: choose one of {', '.join(get_args(KVDtype))}"
@@ -160,7 +149,7 @@ class KVSpec:
         Raises:
             ConfigError: A size is not a positive whole number, or the dtype is unknown.
         """
-        _check_positive(num_layers, "num_layers")
+        check_positive(num_layers, "num_layers")
         return cls((LayerSpec.attention(num_kv_heads, head_dim),) * num_layers, block_size, dtype)
 
     @property
@@ -171,15 +160,12 @@ class KVSpec:
     @property
     def itemsize(self) -> int:
         """Bytes of one element."""
-        return _ITEMSIZES[self.dtype]
+        return ITEMSIZES[self.dtype]
 
     @property
     def storage_dtype(self) -> str:
-        """NumPy name of the stored elements: ``uint16`` bit patterns stand in for bfloat16.
-
-        NumPy and CuPy know no bfloat16; copying needs only the bits.
-        """
-        return "uint16" if self.dtype == "bfloat16" else self.dtype
+        """NumPy name of the stored elements; see ``storage_dtype``."""
+        return storage_dtype(self.dtype)
 
     @cached_property
     def token_elements(self) -> int:

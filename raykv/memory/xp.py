@@ -68,6 +68,29 @@ def array_module(device: Device) -> Any:
     return cupy
 
 
+def as_torch(array: Any, dtype: str, device: Device) -> Any:
+    """Return an array's memory as a torch tensor, without copying.
+
+    Args:
+        array: Of the device's array module; bfloat16 as ``uint16`` bit patterns.
+        dtype: The real dtype: ``"float32"``, ``"float16"`` or ``"bfloat16"``.
+        device: Where the array lies.
+
+    Returns:
+        A tensor of the same shape and strides. It keeps the memory alive.
+
+    Raises:
+        ImportError: torch is not installed.
+    """
+    import torch  # noqa: PLC0415 - managing and copying memory needs no torch
+
+    if dtype == "bfloat16":
+        # Every torch and DLPack version knows int16, not every one uint16.
+        array = array.view(np.int16)
+    tensor = torch.from_numpy(array) if device == "cpu" else torch.from_dlpack(array)
+    return tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor
+
+
 def _cuda_fault() -> str | None:
     """Say why CUDA is unusable, or None if it works."""
     try:

@@ -13,7 +13,7 @@ from raykv.memory import (
     resolve_device,
     scatter_blocks,
 )
-from raykv.memory import copies as copies_module
+from raykv.memory import rows as rows_module
 
 LAYERS = (LayerSpec.attention(2, 8), LayerSpec(()), LayerSpec.mla(24, 4))
 NUM_BLOCKS = 40
@@ -106,7 +106,7 @@ def test_values_round_trip_through_slots(buffers, device):
 @pytest.mark.parametrize("piece_blocks", [3, 1 << 20])
 @pytest.mark.parametrize("seed", range(6))
 def test_copies_read_all_sources_first(buffers, monkeypatch, seed, piece_blocks):
-    monkeypatch.setattr(copies_module, "_PIECE_BYTES", piece_blocks * buffers.spec.block_bytes)
+    monkeypatch.setattr(rows_module, "PIECE_BYTES", piece_blocks * buffers.spec.block_bytes)
     expected = fill(buffers)
     before = expected.copy()
     rng = np.random.default_rng(seed)

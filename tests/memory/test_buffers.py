@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from raykv.errors import ConfigError
-from raykv.memory import buffers as buffers_module
+from raykv.memory import room
 from raykv.memory.buffers import KVBuffers
 from raykv.memory.spec import KVSpec, LayerSpec, TensorSpec
 
@@ -176,7 +176,7 @@ def test_a_pool_that_does_not_fit_in_host_memory_is_refused(monkeypatch, tmp_pat
     spec = KVSpec.uniform(1, 1, 8, 16, "float32")  # 1 KiB a block
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal:  9999999 kB\nMemAvailable:      64 kB\nBuffers: 1 kB\n")
-    monkeypatch.setattr(buffers_module, "_MEMINFO", meminfo)
+    monkeypatch.setattr(room, "_MEMINFO", meminfo)
     assert KVBuffers(spec, 64, device="cpu").nbytes == 64 << 10
     with pytest.raises(ConfigError, match=r"65 blocks of 1024 bytes.*on cpu.*fewer blocks"):
         KVBuffers(spec, 65, device="cpu")
@@ -184,7 +184,7 @@ def test_a_pool_that_does_not_fit_in_host_memory_is_refused(monkeypatch, tmp_pat
 
 def test_this_machines_own_memory_is_the_limit():
     spec = KVSpec.uniform(1, 1, 8, 16, "float32")
-    if buffers_module._available_bytes() is None:
+    if room.available_bytes() is None:
         pytest.skip("this system has no /proc/meminfo")
     with pytest.raises(ConfigError, match="GiB are available"):
         KVBuffers(spec, 1 << 40, device="cpu")
@@ -195,7 +195,7 @@ def test_an_allocation_that_fails_unforeseen_is_a_config_error(monkeypatch, tmp_
     meminfo = tmp_path / "meminfo"
     if text is not None:
         meminfo.write_text(text)
-    monkeypatch.setattr(buffers_module, "_MEMINFO", meminfo)
+    monkeypatch.setattr(room, "_MEMINFO", meminfo)
     with pytest.raises(ConfigError, match=r"allocation failed.*free memory"):
         KVBuffers(KVSpec.uniform(1, 1, 8, 16, "float32"), 1 << 46, device="cpu")
 
@@ -236,7 +236,7 @@ def test_what_does_not_fit_any_more_stays_released(monkeypatch):
     buffers = KVBuffers(KVSpec.uniform(2, 2, 4, 4, "float32"), 6, device="cpu")
     buffers.release()
     with monkeypatch.context() as patch:
-        patch.setattr("raykv.memory.buffers._available_bytes", lambda: 10)
+        patch.setattr("raykv.memory.room.available_bytes", lambda: 10)
         with pytest.raises(ConfigError, match="6 blocks"):
             buffers.restore()
     assert buffers.is_released

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from raykv.memory import copies
+from raykv.memory import rows as rows_module
 from raykv.memory.buffers import KVBuffers
 from raykv.memory.copies import copy_blocks, gather_blocks, scatter_blocks
 from raykv.memory.spec import KVSpec, LayerSpec
@@ -31,7 +31,7 @@ def bits_of(array):
 @pytest.fixture(params=["one piece", "small pieces"])
 def pieces(request, monkeypatch):
     if request.param == "small pieces":
-        monkeypatch.setattr(copies, "_PIECE_BYTES", 2 * 4 * 19 * 2)
+        monkeypatch.setattr(rows_module, "PIECE_BYTES", 2 * 4 * 19 * 2)
 
 
 @st.composite
@@ -212,7 +212,7 @@ def test_rows_of_another_device_are_refused(fake_cupy):
 def test_a_batch_larger_than_a_piece_uses_a_bounded_scratch(fake_cupy, monkeypatch):
     buffers, bits = filled("cuda")
     before = bits.copy()
-    monkeypatch.setattr(copies, "_PIECE_BYTES", 2 * buffers.spec.block_bytes)
+    monkeypatch.setattr(rows_module, "PIECE_BYTES", 2 * buffers.spec.block_bytes)
     shapes = []
     empty = fake_cupy.empty
     fake_cupy.empty = lambda shape, dtype: shapes.append(shape) or empty(shape, dtype)

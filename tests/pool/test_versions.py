@@ -191,7 +191,7 @@ def test_memory_that_does_not_fit_any_more_leaves_it_asleep(monkeypatch):
     memory = {"device": "cpu", "num_layers": 1, "num_kv_heads": 1, "head_dim": 1}
     with BlockManagerPool.local(PoolConfig(num_blocks=20, memory=memory)) as pool:
         pool.sleep()
-        monkeypatch.setattr("raykv.memory.buffers._available_bytes", lambda: 100)
+        monkeypatch.setattr("raykv.memory.room.available_bytes", lambda: 100)
         with pytest.raises(ConfigError, match="blocks"):
             pool.wake_up()
         assert pool.ranks[0].weights_status().result().asleep == ("kv_cache",)

@@ -79,7 +79,7 @@ def test_memory_that_does_not_fit_any_more_leaves_it_asleep(monkeypatch):
     kv = RankKV(PoolConfig(num_blocks=20, block_size=4, memory=MEMORY))
     kv.sleep()
     with monkeypatch.context() as patch:
-        patch.setattr("raykv.memory.buffers._available_bytes", lambda: 0)
+        patch.setattr("raykv.memory.room.available_bytes", lambda: 0)
         with pytest.raises(ConfigError):
             kv.wake_up()
     assert kv.is_asleep

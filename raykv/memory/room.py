@@ -1,0 +1,67 @@
+"""Taking memory: what is there is looked up before anything is allocated."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from raykv.errors import ConfigError
+from raykv.memory.xp import Device, array_module
+
+_MEMINFO = Path("/proc/meminfo")
+_GIB = 1 << 30
+
+
+def allocate_zeros(
+    arrays: Sequence[tuple[tuple[int, int], str]], device: Device, *, what: str, remedy: str
+) -> list[Any]:
+    """Allocate arrays of zeros on a device: all of them, or none.
+
+    On the CPU the check is against the memory available now; pages that are reserved but not
+    touched yet, in this process or others, do not count.
+
+    Args:
+        arrays: The shape and the NumPy dtype name of each.
+        device: Where they shall lie.
+        what: What needs the memory, numbers included, for messages; a plural.
+        remedy: What to do when there is too little, for messages.
+
+    Returns:
+        The arrays, contiguous.
+
+    Raises:
+        ConfigError: They do not fit.
+    """
+    xp = array_module(device)
+    needed = sum(rows * row * np.dtype(dtype).itemsize for (rows, row), dtype in arrays)
+    need = f"{what} need {needed / _GIB:.2f} GiB on {device}"
+    if device == "cuda":
+        # What CuPy keeps from a closed pool is free to us, though the driver counts it as used.
+        xp.get_default_memory_pool().free_all_blocks()
+        available: int | None = xp.cuda.runtime.memGetInfo()[0]
+    else:
+        available = available_bytes()
+    if available is not None and needed > available:
+        raise ConfigError(f"{need}, but {available / _GIB:.2f} GiB are available: {remedy}")
+    try:
+        return [xp.zeros(shape, dtype=dtype) for shape, dtype in arrays]
+    except MemoryError as error:  # CuPy's out-of-memory error derives from it
+        raise ConfigError(f"{need}, but allocation failed: {error}: {remedy}") from None
+
+
+def give_back_unused(device: Device) -> None:
+    """Let the system have what the device's allocator keeps of freed arrays."""
+    if device == "cuda":
+        array_module(device).get_default_memory_pool().free_all_blocks()
+
+
+def available_bytes() -> int | None:
+    """Memory that a new allocation can use without swapping; None where Linux does not say."""
+    try:
+        text = _MEMINFO.read_text(encoding="ascii")
+    except OSError:
+        return None
+    found = re.search(r"^MemAvailable:\s+(\d+) kB$", text, re.MULTILINE)
+    return int(found[1]) * 1024 if found else None
