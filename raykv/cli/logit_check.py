@@ -69,10 +69,14 @@ class _Recorder:
         self.vocab_size = model.vocab_size
         self.max_model_len = model.max_model_len
         self.kv_spec = model.kv_spec
+        self.state_spec = model.state_spec
         self.last: NDArray[np.float32] = np.empty((0, 0), np.float32)
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         self._model.copy_blocks(sources, targets)
+
+    def copy_states(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        self._model.copy_states(sources, targets)
 
     def forward(self, batch: StepBatch) -> NDArray[np.float32]:
         self.last = self._model.forward(batch)

@@ -4,7 +4,6 @@ import inspect
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,9 @@ except ImportError as error:
     ) from error
 
 from raykv.engine.batch import StepBatch
+from raykv.engine.hf_support import check_supported, text_config
 from raykv.engine.hf_weights import ModelWeights, Reader, Staged, give_back_device_memory
+from raykv.engine.linear_attention import LinearStates, LinearStep, linear_layers, wrap_mixers
 from raykv.engine.model_store import quiet_transformers
 from raykv.engine.paged_attention import (
     IMPLEMENTATION,
@@ -34,7 +35,9 @@ from raykv.engine.weights import PackedTensor
 from raykv.errors import ConfigError, NotSupportedError
 from raykv.memory.buffers import KVBuffers
 from raykv.memory.copies import copy_blocks
-from raykv.memory.spec import KVDtype, KVSpec
+from raykv.memory.spec import KVDtype, KVSpec, LayerSpec
+from raykv.memory.state_buffers import StateBuffers
+from raykv.memory.state_spec import StateSpec
 from raykv.memory.xp import Device
 
 # One entry for the whole process: the function keeps no state, each call brings its own.
@@ -47,9 +50,9 @@ _loading = threading.Lock()
 class HFModelRunner:
     """A :class:`~raykv.engine.batch.ModelRunner` over transformers.
 
-    Make one, create buffers for its ``kv_spec``, ``bind`` them, then call ``forward`` per step.
-    Batches are packed without padding as one row of T tokens; attention is raykv's own and reads
-    the blocks. One thread at a time. On the CPU set ``torch.set_num_threads`` yourself; one thread
+    Make one, create buffers for its ``kv_spec`` and ``state_spec``, ``bind`` them, then call
+    ``forward`` per step. Batches are packed without padding as one row of T tokens; attention is
+    raykv's own and reads the blocks, and linear layers read the states. One thread at a time. On the CPU set ``torch.set_num_threads`` yourself; one thread
     per rank is usually best.
 
     Args:
@@ -59,12 +62,14 @@ class HFModelRunner:
         reader: reads the weights again by name, after they were dropped.
 
     Raises:
-        NotSupportedError: the model has layers that causal attention over blocks cannot express.
+        NotSupportedError: the model has layers that neither causal attention over blocks nor a
+            state per sequence can express.
 
     Attributes:
         vocab_size, max_model_len: of the model.
         eos_token_ids: tokens that end a text, as its generation config says.
-        kv_spec: the layout that the buffers must have.
+        kv_spec: the layout that the buffers must have; linear layers keep nothing there.
+        state_spec: what the linear layers keep per sequence; None for models that have none.
         profile: add seconds to ``timings`` while true (on CUDA this makes every part wait).
         timings: ``gather`` (index work and K/V gathers), ``attention``, ``write`` and ``forward``,
             which is the total with the rest of the model.
@@ -80,17 +85,26 @@ class HFModelRunner:
             () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
         )
         num_heads = config.num_attention_heads
-        self.kv_spec = KVSpec.uniform(
-            config.num_hidden_layers,
+        attention = LayerSpec.attention(
             getattr(config, "num_key_value_heads", None) or num_heads,
             getattr(config, "head_dim", None) or config.hidden_size // num_heads,
+        )
+        self._linear = linear_layers(config)
+        self.kv_spec = KVSpec(
+            tuple(
+                LayerSpec(()) if layer in self._linear else attention
+                for layer in range(config.num_hidden_layers)
+            ),
             block_size,
             str(model.dtype).removeprefix("torch."),  # type: ignore[arg-type]  # checked there
         )
+        self.state_spec: StateSpec | None = None
         self.profile = False
         self.timings = dict.fromkeys(("gather", "attention", "write", "forward"), 0.0)
         self._buffers: KVBuffers | None = None
         self._kv: PagedKV | None = None
+        self._state_buffers: StateBuffers | None = None
+        self._states: LinearStates | None = None
         self._model = model.eval()
         self._weights = ModelWeights(model, reader)
         self._device: Device = "cuda" if model.device.type == "cuda" else "cpu"
@@ -99,6 +113,7 @@ class HFModelRunner:
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
         self._slices_logits = "logits_to_keep" in parameters
         model.set_attn_implementation(IMPLEMENTATION)
+        wrap_mixers(model, self._linear)
         self._probe()
 
     @classmethod
@@ -123,28 +138,43 @@ class HFModelRunner:
 
         return cls(load_model(model, dtype=dtype, device=device), block_size, reread)
 
-    def bind(self, buffers: KVBuffers) -> None:
+    def bind(self, buffers: KVBuffers, states: StateBuffers | None = None) -> None:
         """Use these buffers from now on; zeroes their padding block.
 
+        Args:
+            buffers: of ``kv_spec``.
+            states: of ``state_spec``, where the model has one.
+
         Raises:
-            ConfigError: the buffers were made for another spec or device.
+            ConfigError: the buffers were made for another spec or device, or states are missing.
         """
-        if buffers.spec != self.kv_spec:
+        if self.state_spec is not None and states is None:
             raise ConfigError(
-                f"the buffers' layout ({buffers.spec}) is not the model's ({self.kv_spec}); "
-                "create them from runner.kv_spec"
+                f"{len(self._linear)} of the model's {self.kv_spec.num_layers} layers keep a state "
+                "per sequence, and there are no buffers for it; create StateBuffers from "
+                "runner.state_spec"
             )
-        if buffers.device != self._device:
-            raise ConfigError(
-                f"the buffers lie on {buffers.device}, the model on {self._device}; "
-                "give both the same device"
-            )
-        self._buffers = buffers
+        pairs = [("kv_spec", buffers, self.kv_spec), ("state_spec", states, self.state_spec)]
+        for name, given, spec in pairs:
+            if given is None:
+                continue
+            if given.spec != spec:
+                raise ConfigError(
+                    f"the buffers' layout ({given.spec}) is not the model's ({spec}); create them "
+                    f"from runner.{name}"
+                )
+            if given.device != self._device:
+                raise ConfigError(
+                    f"the buffers lie on {given.device}, the model on {self._device}; "
+                    "give both the same device"
+                )
+        self._buffers, self._state_buffers = buffers, states
         self._kv = PagedKV(buffers)
+        self._states = None if states is None else LinearStates(states)
 
     def unbind(self) -> None:
         """Let go of the buffers, and of scratch memory."""
-        self._buffers = self._kv = None
+        self._buffers = self._kv = self._state_buffers = self._states = None
         give_back_device_memory()
 
     def stage(self, weights: str | dict[str, PackedTensor]) -> Staged:
@@ -169,15 +199,29 @@ class HFModelRunner:
         assert self._buffers is not None, "bind(buffers) comes first"
         copy_blocks(self._buffers, sources, targets)
 
-    def forward(self, batch: StepBatch) -> NDArray[np.float32]:
-        """Write the new tokens' K/V into their slots; return logits, float32 [L, vocab_size]."""
-        assert self._kv is not None, "bind(buffers) comes first"
-        return self._run(self._kv, batch)[0]
+    def copy_states(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """See ModelRunner."""
+        assert self._state_buffers is not None, "bind(buffers, states) comes first"
+        self._state_buffers.copy(sources, targets)
 
-    def _run(self, kv: PagedKV, batch: StepBatch) -> tuple[NDArray[np.float32], PagedStep]:
+    def forward(self, batch: StepBatch) -> NDArray[np.float32]:
+        """Write the new tokens' K/V into their slots; return logits, float32 [L, vocab_size].
+
+        Leaves the sequences' states as they are after their last new token.
+        """
+        assert self._kv is not None, "bind(buffers) comes first"
+        linear = None
+        if self._linear:
+            assert batch.state_slots is not None, "the scheduler names each sequence's state"
+            linear = LinearStep(batch, self._kv.device, self._states)
+        return self._run(self._kv, batch, linear)[0]
+
+    def _run(
+        self, kv: PagedKV, batch: StepBatch, linear: LinearStep | None
+    ) -> tuple[NDArray[np.float32], PagedStep]:
         began = time.perf_counter()
         with torch.inference_mode():
-            step = PagedStep(kv, batch, self.timings if self.profile else None)
+            step = PagedStep(kv, batch, self.timings if self.profile else None, linear)
             rows = torch.from_numpy(batch.logit_rows.astype(np.int64)).to(kv.device)
             extra = {"logits_to_keep": rows} if self._slices_logits else {}
             logits = self._model(
@@ -195,14 +239,36 @@ class HFModelRunner:
         return result, step
 
     def _probe(self) -> None:
-        """Run one token through scratch buffers, so that a misfit shows at load, not in service."""
-        kv = PagedKV(KVBuffers(self.kv_spec, 2, device=self._device))
-        one = np.ones(1, np.int32)
-        slots = np.array([self.kv_spec.block_size], np.int64)
-        batch = StepBatch(one - 1, one - 1, one, one, one[None], slots, one - 1)
-        name = self._model.config.model_type
+        """Run a few tokens through scratch buffers, so a misfit shows at load, not in service.
+
+        What linear layers keep is found here too, by looking at what they leave.
+        """
+        size, name = self.kv_spec.block_size, self._model.config.model_type
+        kv = PagedKV(KVBuffers(self.kv_spec, 2 + 2 // size, device=self._device))
         try:
-            logits, step = self._run(kv, batch)
+            if not self._linear:
+                self._check(*self._run(kv, _probe_batch(0, 1, size), None))
+                return
+            first = _probe_batch(0, 2, size)
+            recording = LinearStep(first, kv.device, None)
+            self._check(*self._run(kv, first, recording))
+            self.state_spec = recording.spec(self.kv_spec.num_layers)
+            states = LinearStates(StateBuffers(self.state_spec, 2, device=self._device))
+            kept = {
+                (layer, tensor.name)
+                for layer, tensors in enumerate(self.state_spec.layers)
+                for tensor in tensors
+            }
+            silent = [layer for layer in self._linear if not self.state_spec.layers[layer]]
+            for batch in (first, _probe_batch(2, 1, size)):
+                linear = LinearStep(batch, kv.device, states)
+                self._check(*self._run(kv, batch, linear))
+                if silent or linear.asked != kept:
+                    raise NotSupportedError(
+                        f"its {len(self._linear)} linear layers keep {len(kept)} states, layers "
+                        f"{silent} none, and ask for {len(linear.asked)} states; they must ask for "
+                        "all that they keep"
+                    )
         except NotSupportedError as error:
             raise NotSupportedError(f"model type {name!r}: {error}") from error
         except torch.OutOfMemoryError:
@@ -211,17 +277,34 @@ class HFModelRunner:
             raise NotSupportedError(
                 f"model type {name!r} does not run over a paged cache: {error!r}"
             ) from error
-        layers = self.kv_spec.num_layers
+
+    def _check(self, logits: NDArray[np.float32], step: PagedStep) -> None:
+        layers = self.kv_spec.num_layers - len(self._linear)
         if (step.num_writes, step.num_reads) != (layers, layers):
             raise NotSupportedError(
-                f"model type {name!r}: of {layers} layers {step.num_writes} wrote to the cache and "
+                f"of {layers} attention layers {step.num_writes} wrote to the cache and "
                 f"{step.num_reads} used the attention interface; all must"
             )
         if logits.shape != (1, self.vocab_size):
             raise NotSupportedError(
-                f"model type {name!r} gives {logits.shape[-1]} logits for a vocabulary of "
-                f"{self.vocab_size}"
+                f"it gives {logits.shape[-1]} logits for a vocabulary of {self.vocab_size}"
             )
+
+
+def _probe_batch(start: int, count: int, block_size: int) -> StepBatch:
+    """One sequence's next tokens, in blocks 1, 2, ... and the state's row 1."""
+    positions = np.arange(start, start + count, dtype=np.int32)
+    blocks = 1 + np.arange((start + count - 1) // block_size + 1, dtype=np.int32)
+    return StepBatch(
+        token_ids=np.zeros(count, np.int32),
+        positions=positions,
+        query_lens=np.array([count], np.int32),
+        context_lens=np.array([start + count], np.int32),
+        block_tables=blocks[None],
+        slot_ids=block_size + positions.astype(np.int64),
+        logit_rows=np.array([count - 1], np.int32),
+        state_slots=np.ones(1, np.int64),
+    )
 
 
 def load_model(model: str | Path, *, dtype: KVDtype = "float32", device: Device = "cpu") -> Any:
@@ -235,7 +318,7 @@ def load_model(model: str | Path, *, dtype: KVDtype = "float32", device: Device 
         # Loading changes settings of the whole process for a while, so one at a time.
         with _loading, quiet_transformers():
             config = transformers.AutoConfig.from_pretrained(str(model))
-            check_supported(config)
+            check_supported(text_config(config))
             loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
                 str(model),
                 config=config,
@@ -255,43 +338,3 @@ def load_model(model: str | Path, *, dtype: KVDtype = "float32", device: Device 
             "its files are incomplete or of another model"
         )
     return loaded.to(device)
-
-
-def check_supported(config: Any) -> None:
-    """Refuse models whose layers are not plain causal attention.
-
-    Raises:
-        NotSupportedError: naming the model type and the reason.
-    """
-    reason = _unsupported(config)
-    if reason:
-        raise NotSupportedError(
-            f"model type {config.model_type!r} is not supported: {reason}; raykv's engine runs "
-            "decoder-only models with full causal attention, such as Llama, Qwen2, Qwen3, Mistral"
-        )
-
-
-def _unsupported(config: Any) -> str | None:
-    get = partial(getattr, config)
-    sizes = ("num_attention_heads", "num_hidden_layers", "max_position_embeddings")
-    absent = [name for name in sizes if not isinstance(get(name, None), int)]
-    window, longest = get("sliding_window", None), get("max_position_embeddings", 0)
-    kinds = set(get("layer_types", None) or ["sliding_attention"])
-    foreign = sorted(kinds - {"full_attention", "sliding_attention"})
-    windowed = "sliding_attention" in kinds and window is not None and window < longest
-    extras = [name for name in ("attn_logit_softcapping", "alibi") if get(name, None)]
-    rope = (get("rope_parameters", None) or {}).get("rope_type")
-    # A rotation that follows the longest sequence in the batch would make KV depend on neighbours.
-    changing = rope in {"dynamic", "longrope"}
-    reasons = {
-        "it is an encoder-decoder": get("is_encoder_decoder", False),
-        "it is multimodal, and only its text part could run": config.get_text_config()
-        is not config,
-        f"its config has no {', '.join(absent)}": absent,
-        "it uses multi-head latent attention (MLA)": get("kv_lora_rank", None),
-        f"it has {', '.join(foreign)} layers": foreign,
-        f"it has sliding-window attention over {window} of {longest} positions": windowed,
-        f"its attention uses {', '.join(extras)}": extras,
-        f"its rotary embedding ({rope}) changes with the length of the text": changing,
-    }
-    return next((reason for reason, applies in reasons.items() if applies), None)

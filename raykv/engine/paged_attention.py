@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from raykv.engine.batch import StepBatch
+from raykv.engine.linear_attention import LinearStep
 from raykv.errors import NotSupportedError
 from raykv.memory.buffers import KVBuffers
 
@@ -38,17 +39,18 @@ class PagedKV:
 
     Attributes:
         num_kv_heads, head_dim, block_size: the layout of a block.
-        row_stride: rows from one block to the next, over all layers.
-        layers: per layer a contiguous ``[rows, num_kv_heads * head_dim]``, beginning at the layer's
-            keys of block 0.
+        row_stride: rows from one block to the next, over all layers that keep something.
+        layers: per layer of the model a contiguous ``[rows, num_kv_heads * head_dim]``, beginning
+            at the layer's keys of block 0; None for layers that keep nothing per token.
     """
 
     def __init__(self, buffers: KVBuffers) -> None:
         spec = buffers.spec
-        self.num_kv_heads, self.head_dim = spec.layers[0].tensors[0].shape
-        assert len(set(spec.layers)) == 1, "the runner makes uniform specs only"
+        keeping = [layer for layer, kept in enumerate(spec.layers) if kept.tensors]
+        assert len({spec.layers[layer] for layer in keeping}) == 1, "the runner's are uniform"
+        self.num_kv_heads, self.head_dim = spec.layers[keeping[0]].tensors[0].shape
         self.block_size = spec.block_size
-        self.row_stride = 2 * spec.block_size * spec.num_layers
+        self.row_stride = 2 * spec.block_size * len(keeping)
         # Block 0 feeds the padding, and even masked padding must be finite: see step_groups.
         buffers.storage[0] = 0
         storage: Any = buffers.storage
@@ -56,7 +58,9 @@ class PagedKV:
             storage = storage.view(np.int16)
         flat = (torch.from_dlpack if buffers.device == "cuda" else torch.from_numpy)(storage)
         rows = flat.view(getattr(torch, spec.dtype)).view(-1, self.num_kv_heads * self.head_dim)
-        self.layers = [rows[2 * self.block_size * layer :] for layer in range(spec.num_layers)]
+        self.layers: list[Any] = [None] * spec.num_layers
+        for ordinal, layer in enumerate(keeping):
+            self.layers[layer] = rows[2 * self.block_size * ordinal :]
         self.device = rows.device
         self.group_tokens = _GROUP_BYTES[buffers.device] // (2 * rows.shape[1] * spec.itemsize)
         self._scratch = rows.new_empty(0, rows.shape[1])
@@ -74,7 +78,7 @@ class PagedKV:
         count = rows.shape[0]
         if self._scratch.shape[0] < count:
             # Kept, because fresh memory of this size is paged in anew for each layer.
-            self._scratch = self.layers[0].new_empty(count, self.layers[0].shape[1])
+            self._scratch = self._scratch.new_empty(count, self._scratch.shape[1])
         target = self._scratch[:count]
         torch.index_select(self.layers[layer], 0, rows, out=target)
         return target.view(2, count // 2, self.num_kv_heads, self.head_dim)
@@ -105,11 +109,25 @@ class PagedStep:
 
     Serves transformers as the cache object of this pass.
 
+    Args:
+        kv: where keys and values lie.
+        batch: what is computed.
+        timings: seconds to add to, or None.
+        linear: what layers that keep a state need; None for models that have none.
+
     Attributes:
         num_writes, num_reads: layers that wrote and attended so far.
+        linear: see above.
     """
 
-    def __init__(self, kv: PagedKV, batch: StepBatch, timings: dict[str, float] | None) -> None:
+    def __init__(
+        self,
+        kv: PagedKV,
+        batch: StepBatch,
+        timings: dict[str, float] | None,
+        linear: LinearStep | None = None,
+    ) -> None:
+        self.linear = linear
         self.num_writes = 0
         self.num_reads = 0
         self._kv = kv
@@ -145,6 +163,10 @@ class PagedStep:
                 f"expected {expected}: its heads differ from what the model's config says"
             )
         layer = kv.layers[layer_idx]
+        if layer is None:
+            raise NotSupportedError(
+                f"layer {layer_idx} keeps keys and values, but its config says it keeps a state"
+            )
         layer.index_copy_(0, self._key_rows, key[0].transpose(0, 1).reshape(key.shape[2], -1))
         layer.index_copy_(0, self._value_rows, value[0].transpose(0, 1).reshape(key.shape[2], -1))
         self.num_writes += 1

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from raykv.errors import RequestError
 from raykv.memory.buffers import KVBuffers
+from raykv.memory.state_buffers import StateBuffers
 
 UpdateMode: TypeAlias = Literal["wait", "abort", "keep"]
 SleepTag: TypeAlias = Literal["weights", "kv_cache"]
@@ -92,12 +93,12 @@ class ReloadableRunner(Protocol):
         """Free the weights; nothing runs until staged ones are applied."""
         ...
 
-    def bind(self, buffers: KVBuffers) -> None:
-        """Use this KV memory from now on."""
+    def bind(self, buffers: KVBuffers, states: StateBuffers | None = None) -> None:
+        """Use this memory of KV, and of states if the model has any, from now on."""
         ...
 
     def unbind(self) -> None:
-        """Let go of the KV memory."""
+        """Let go of both."""
         ...
 
 
