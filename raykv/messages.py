@@ -28,7 +28,8 @@ from raykv.engine.params import EngineLimits, TokenDelta
 
 Operation: TypeAlias = Literal[
     "allocate", "allocate_shared", "cache", "release", "undo", "fork", "explain", "take_swaps",
-    "ack_swaps", "take_state_copies", "ack_state_copies", "reset_prefix_cache", "check_integrity", "refresh", "submit", "abort", "leave",
+    "ack_swaps", "take_state_copies", "ack_state_copies", "reset_prefix_cache", "check_integrity",
+    "refresh", "submit", "abort", "leave",
     "prepare_weights", "apply_weights", "cancel_weights", "weights_status", "retire",
     "sleep", "wake_up",
 ]  # fmt: skip

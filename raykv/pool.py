@@ -166,7 +166,9 @@ class BlockManagerPool(GeneratingRanks, VersionedRanks, KVCacheManager):
         if not self.config.has_linear_state or not self.config.enable_prefix_cache:
             return None
         assert states is not None, "it is enabled"
-        return next_checkpoint(sequence.kv_state, states.stride_tokens if states.at_stride else None)
+        return next_checkpoint(
+            sequence.kv_state, states.stride_tokens if states.at_stride else None
+        )
 
     def get_state_transfer_infos(self) -> list[list[tuple[int, int]]]:
         """See KVCacheManager."""

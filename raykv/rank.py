@@ -114,7 +114,7 @@ class RankKV(RankCounters):
         if parent_row is None:
             return
         single = self.single_block_manager.allocate(1)
-        if single is None or self.states is not None and not self.states.num_obtainable_slots:
+        if single is None or (self.states is not None and not self.states.num_obtainable_slots):
             return
         state = parent.kv_state
         num_blocks = -(-state.num_computed_tokens // self.block_size)

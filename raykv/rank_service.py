@@ -130,14 +130,8 @@ class RankService:
                 self.check_integrity()
             case "reset_prefix_cache":
                 return self.kv.reset_prefix_cache()[0]
-            case "take_swaps":
-                return self.kv.take_swaps(call.driver_id)
-            case "ack_swaps":
-                self.kv.ack_swaps(call.driver_id)
-            case "take_state_copies":
-                return self.kv.take_state_copies(call.driver_id)
-            case "ack_state_copies":
-                self.kv.ack_state_transfers(call.driver_id)
+            case "take_swaps" | "ack_swaps" | "take_state_copies" | "ack_state_copies":
+                return self._run_copies(call)
             case "submit":
                 self._running_engine().submit(call.argument, lease.name)
             case "abort":
@@ -180,6 +174,18 @@ class RankService:
         finally:
             lease.sequences.drop_empty(sequences)
         return True
+
+    def _run_copies(self, call: Call) -> object:
+        match call.operation:
+            case "take_swaps":
+                return self.kv.take_swaps(call.driver_id)
+            case "ack_swaps":
+                self.kv.ack_swaps(call.driver_id)
+            case "take_state_copies":
+                return self.kv.take_state_copies(call.driver_id)
+            case _:
+                self.kv.ack_state_transfers(call.driver_id)
+        return None
 
     def _run_lifecycle(self, call: Call, lease: Lease) -> object:
         if call.updates is not None:  # what the driver has computed: an update publishes it

@@ -60,7 +60,10 @@ class RankSleep:
                 "blocks: release them, or acknowledge the copies with ack_swaps()"
             )
         slots = None if self._states is None else self._states.cache
-        if slots is not None and slots.num_total_slots > slots.num_free_slots + slots.num_reclaimable:
+        if (
+            slots is not None
+            and slots.num_total_slots > slots.num_free_slots + slots.num_reclaimable
+        ):
             raise RequestError(
                 f"rank {self._dp_rank} cannot sleep while copies of recurrent state are under way: "
                 "acknowledge them with ack_state_transfers()"

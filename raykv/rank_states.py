@@ -14,8 +14,9 @@ from typing import NamedTuple
 from raykv.config import LinearStateConfig
 from raykv.core.block_manager import BlockManagerImpl
 from raykv.core.blocks import Blocks
+from raykv.core.checked_prefix import CheckedPrefix
 from raykv.core.explain import MissReason, MissReport
-from raykv.core.linear_state import CheckedPrefix, LinearStatePrefixCache
+from raykv.core.linear_state import LinearStatePrefixCache
 from raykv.core.manager import AdmitRequest
 from raykv.core.sequence import Sequence, next_checkpoint
 from raykv.core.state_copies import Save, StateCopies
@@ -161,7 +162,9 @@ class RankStates:
         if publish and self._stands_at_boundary(sequence, plan) and self.promotes:
             num_tokens = sequence.kv_state.num_computed_tokens
             prefix = _prefix(sequence, num_tokens)
-            self.cache.promote(sequence, self._name(sequence, num_tokens), final=True, prefix=prefix)
+            self.cache.promote(
+                sequence, self._name(sequence, num_tokens), final=True, prefix=prefix
+            )
         elif publish and plan.rolling is not None and plan.rolling.num_tokens:
             save, plan.rolling = plan.rolling, None
             save.name = self._name(sequence, save.num_tokens)

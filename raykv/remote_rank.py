@@ -13,15 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from raykv.config import RayConfig
-from raykv.core.explain import MissReport
 from raykv.core.kv_cache_manager import NO_ROOM, RankStats, Room
 from raykv.core.sequence import Sequence
-from raykv.engine.params import GenerationRequest, TokenDelta
-from raykv.engine.weights import SleepTag, UpdateMode, Weights, WeightsStatus
+from raykv.engine.params import TokenDelta
 from raykv.errors import RankUnavailableError, RaykvError
 from raykv.messages import Answer, Call, Health, Operation, Outputs, RankInfo
 from raykv.mirror import Mirror
-from raykv.rank_handle import Done, Failed, RankHandle, Reply
+from raykv.rank_handle import Failed, Reply
+from raykv.remote_calls import RemoteCalls
 
 _RESEND_S = 0.01
 _POLL_AGAIN_S = 0.05
@@ -32,7 +31,7 @@ class ReplyLostError(RankUnavailableError):
     """Whether a call was applied is not known; sent again, it is applied once."""
 
 
-class RemoteRank(RankHandle):
+class RemoteRank(RemoteCalls):
     """A rank behind messages. Keeps the driver's copies of sequences and counters up to date.
 
     A rank that died, was silent for too long or knows this driver no more is *lost*: what it held
@@ -173,52 +172,6 @@ class RemoteRank(RankHandle):
         """The rank's counters as of its last reply; zeros while it is lost."""
         return self._stats if self.lost is None else RankStats()
 
-    def allocate(self, sequences: list[Sequence], num_tokens: list[int]) -> Reply[bool]:
-        """See RankHandle."""
-        return self._call("allocate", sequences, num_tokens)
-
-    def allocate_shared(self, sequence: Sequence) -> Reply[None]:
-        """See RankHandle."""
-        return self._call("allocate_shared", [sequence])
-
-    def cache(self, sequence: Sequence, num_tokens: int | None) -> Reply[None]:
-        """See RankHandle."""
-        if sequence.single_block_id is None:
-            return Done(None)
-        return self._call("cache", [sequence], num_tokens)
-
-    def release(self, sequences: list[Sequence], *, publish: bool) -> Reply[None]:
-        """See RankHandle."""
-        return self._call("release", sequences, publish)
-
-    def undo(self, sequences: list[Sequence], num_blocks: list[int | None]) -> Reply[None]:
-        """See RankHandle."""
-        return self._call("undo", sequences, num_blocks)
-
-    def fork(self, parent: Sequence, child: Sequence) -> Reply[None]:
-        """See RankHandle."""
-        return self._call("fork", [parent, child])
-
-    def explain(self, sequence: Sequence) -> Reply[MissReport]:
-        """See RankHandle."""
-        return self._call("explain", [sequence])
-
-    def take_swaps(self) -> Reply[list[tuple[int, int]]]:
-        """See RankHandle."""
-        return self._call("take_swaps")
-
-    def ack_swaps(self) -> Reply[None]:
-        """See RankHandle."""
-        return self._call("ack_swaps")
-
-    def take_state_copies(self) -> Reply[list[tuple[int, int]]]:
-        """See RankHandle."""
-        return self._call("take_state_copies")
-
-    def ack_state_copies(self) -> Reply[None]:
-        """See RankHandle."""
-        return self._call("ack_state_copies")
-
     def reset_prefix_cache(self) -> Reply[int]:
         """See RankHandle; a lost rank does it when it is back, before anything else."""
         with self._lock:
@@ -226,52 +179,11 @@ class RemoteRank(RankHandle):
             number = self._num_resets
         return self._call("reset_prefix_cache", argument=number)
 
-    def check_integrity(self) -> Reply[None]:
-        """See RankHandle."""
-        return self._call("check_integrity")
-
-    def refresh(self) -> Reply[None]:
-        """See RankHandle."""
-        return self._call("refresh")
-
-    def submit(self, requests: SequenceOf[GenerationRequest]) -> Reply[None]:
-        """See RankHandle."""
-        return self._call("submit", argument=list(requests))
-
-    def abort(self, request_ids: SequenceOf[str]) -> Reply[None]:
-        """See RankHandle."""
-        return self._call("abort", argument=list(request_ids))
-
-    def prepare_weights(self, version: int, weights: Weights, mode: UpdateMode) -> Reply[None]:
-        """See RankHandle."""
-        argument = {"version": version, "weights": weights, "mode": mode}
-        return self._call("prepare_weights", argument=argument)
-
     def apply_weights(self, version: int) -> Reply[None]:
         """See RankHandle."""
         with self._lock:
             held = self._mirror.held()
         return self._call("apply_weights", held, {"version": version})
-
-    def cancel_weights(self, version: int) -> Reply[None]:
-        """See RankHandle."""
-        return self._call("cancel_weights", argument={"version": version})
-
-    def weights_status(self) -> Reply[WeightsStatus]:
-        """See RankHandle."""
-        return self._call("weights_status", argument={})
-
-    def retire(self, version: int) -> Reply[int]:
-        """See RankHandle."""
-        return self._call("retire", argument={"version": version})
-
-    def sleep(self, level: int, *, check_only: bool) -> Reply[None]:
-        """See RankHandle."""
-        return self._call("sleep", argument={"level": level, "check_only": check_only})
-
-    def wake_up(self, tags: SequenceOf[SleepTag]) -> Reply[None]:
-        """See RankHandle."""
-        return self._call("wake_up", argument={"tags": tags})
 
     def poll(self, wait_s: float) -> list[TokenDelta]:
         """See RankHandle."""

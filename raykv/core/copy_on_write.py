@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from .base import LedgerBlockManager
 from .block_tables import BlockTables
 from .blocks import Blocks
 from .sequence import Sequence
 from .tokens import as_index
+
+
+class _Due(NamedTuple):
+    source: int
+    source_pin: Blocks
+    target_pin: Blocks | None
+
+    @property
+    def pins(self) -> list[Blocks]:
+        return [pin for pin in (self.source_pin, self.target_pin) if pin is not None]
 
 
 class SwapList:
@@ -19,33 +30,39 @@ class SwapList:
     """
 
     def __init__(self) -> None:
-        self._due: dict[int, tuple[int, tuple[Blocks, ...]]] = {}  # by target: source, pins
+        self._due: dict[int, _Due] = {}  # by target
         self._handed_pins: list[Blocks] = []
 
-    def add(self, source: int, target: int, *pins: Blocks) -> None:
+    def add(
+        self, source: int, target: int, source_pin: Blocks, target_pin: Blocks | None = None
+    ) -> None:
         """Owe a copy. A source that is itself still a target stands for its own source.
 
         Args:
             source: what to copy.
             target: where to; one that is due already is due from this source instead.
-            pins: keep both from being handed out again; taken over.
+            source_pin: keeps the source from being handed out again; taken over.
+            target_pin: likewise; None if somebody else sees to it.
         """
         if source in self._due:
-            source, kept = self._due[source]
-            pins += tuple(pin.share() for pin in kept)
+            root = self._due[source]
+            source_pin.release()
+            source, source_pin = root.source, root.source_pin.share()
         self.cancel(target)
-        self._due[target] = source, pins
+        self._due[target] = _Due(source, source_pin, target_pin)
 
     def cancel(self, target: int) -> None:
         """Nobody needs this copy any more; one that is not due is passed by."""
-        for pin in self._due.pop(target, (0, ()))[1]:
-            pin.release()
+        due = self._due.pop(target, None)
+        if due is not None:
+            for pin in due.pins:
+                pin.release()
 
     def take(self) -> list[tuple[int, int]]:
         """Hand out the copies that are due, in order; each is handed out once."""
         due, self._due = self._due, {}
-        self._handed_pins += [pin for _, pins in due.values() for pin in pins]
-        return [(source, target) for target, (source, _) in due.items()]
+        self._handed_pins += [pin for one in due.values() for pin in one.pins]
+        return [(one.source, target) for target, one in due.items()]
 
     def acknowledge(self) -> None:
         """All copies that were handed out are done."""
@@ -108,8 +125,8 @@ class CopyOnWrite:
         source = int(state.block_ids[index])
         if sequence.driver_id not in self.owed:
             self.owed[sequence.driver_id] = SwapList()
-        pin = self._manager.pin(as_index([source, target]))
-        self.owed[sequence.driver_id].add(source, target, pin)
+        pins = [self._manager.pin(as_index([block_id])) for block_id in (source, target)]
+        self.owed[sequence.driver_id].add(source, target, *pins)
         self._manager.adopt([source]).release()
         self._tables.table[row, index] = target
         assert row is not None, "a sequence with blocks has a row"

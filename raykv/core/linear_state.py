@@ -113,11 +113,7 @@ class LinearStatePrefixCache:
         slots = self.slots
         slots.settle()
         if prefix_hash is None:
-            unnamed = slots.reserve_unnamed()
-            if unnamed is None:
-                self.num_skipped_total += 1
-                return None
-            return Reservation(slots, *unnamed)
+            return self._reserve_unnamed()
         known = slots.committed.get(prefix_hash)
         if known is not None:
             if not self._check(known, prefix):
@@ -169,7 +165,9 @@ class LinearStatePrefixCache:
             )
         slots.settle()
         claim = reservation.claim
-        name = claim if prefix_hash is None else claim._replace(prefix_hash=prefix_hash, prefix=prefix)
+        name = (
+            claim if prefix_hash is None else claim._replace(prefix_hash=prefix_hash, prefix=prefix)
+        )
         if prefix_hash is None and claim.is_unnamed:
             raise ValueError(f"{reservation!r} was made without a name: pass the prefix's hash")
         known = slots.committed.get(name.prefix_hash)
@@ -343,6 +341,13 @@ class LinearStatePrefixCache:
         self.slots.check_integrity()
 
     # -- inside ---------------------------------------------------------------------------------
+
+    def _reserve_unnamed(self) -> Reservation | None:
+        unnamed = self.slots.reserve_unnamed()
+        if unnamed is None:
+            self.num_skipped_total += 1
+            return None
+        return Reservation(self.slots, *unnamed)
 
     def _live_slot(self, sequence: Sequence) -> int:
         slot = sequence.linear_state_slot

@@ -68,7 +68,8 @@ class PrefixHasher:
 
     def name(self, token_ids: TokenIds, *, namespace: Namespace = DEFAULT) -> bytes:
         """The last of ``names``: that of all full blocks of the tokens, of which there is one."""
-        return self.hashes(token_ids, namespace=namespace)[-1].tobytes()
+        name: bytes = self.hashes(token_ids, namespace=namespace)[-1].tobytes()
+        return name
 
     def _grow_keys(self, num_tokens: int) -> None:
         have = self._keys.shape[1]

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .blocks import Blocks
+from .checked_prefix import CheckedPrefix
 from .copy_on_write import SwapList
-from .linear_state import CheckedPrefix, LinearStatePrefixCache, Reservation
+from .linear_state import LinearStatePrefixCache
+from .reservation import Reservation
 from .sequence import Sequence
 
 
@@ -55,16 +57,18 @@ class StateCopies:
         self._cache = cache
         self._owed: dict[str, _Owed] = {}
 
-    def add(self, driver_id: str, source: int, target: int, *pins: Blocks) -> None:
+    def add(
+        self, driver_id: str, source: int, target: int, source_pin: Blocks, target_pin: Blocks
+    ) -> None:
         """Owe a copy into a live slot; see ``SwapList.add``. Slots are given by their addresses."""
-        self._of(driver_id).copies.add(source, target, *pins)
+        self._of(driver_id).copies.add(source, target, source_pin, target_pin)
 
-    def add_save(self, save: Save, source: int, *pins: Blocks) -> None:
+    def add_save(self, save: Save, source: int, source_pin: Blocks) -> None:
         """Owe the copy of a live slot that makes a checkpoint."""
         owed = self._of(save.sequence.driver_id)
         save.is_copied = False
         target = save.reservation.slot
-        owed.copies.add(source, target, *pins)
+        owed.copies.add(source, target, source_pin)
         owed.due[target] = save
 
     def cancel(self, driver_id: str, target: int) -> None:

@@ -18,9 +18,11 @@ from raykv.rank import RankKV
 
 from .batch import ModelRunner, StepBatch
 from .lifecycle import Lifecycle
+from .packing import pack
 from .params import EngineLimits, GenerationRequest, SamplingParams, StopReason, TokenDelta
 from .sampler import log_probs, sample, top
 from .scheduler import Scheduler, Task
+from .step_copies import StepCopies
 
 _OWNER = "engine"  # whose sequences owe copies; drivers have other names
 
@@ -92,6 +94,7 @@ class Engine:
         )
         self.scheduler.begin_version(rank_kv.weights_version)
         self.lifecycle = Lifecycle(rank_kv, self)
+        self._copies = StepCopies(rank_kv, model, _OWNER)
         self._eos = frozenset(eos_token_ids)
         self._detokenize = detokenize
         self._clock = clock
@@ -235,11 +238,11 @@ class Engine:
         for task, _ in step:
             if len(task.times) == 1:
                 task.times.append(start)
+        members = [(task.sequence, count) for task, count in step]
         begin = self._clock()
         try:
-            self._copy_forked()
-            self._fill_states()
-            logits = self._forward(self._batch(step))
+            self._copies.before()
+            logits = self._forward(pack(self.kv, *zip(*members, strict=True)))
         except Exception as error:  # noqa: BLE001 - whatever the model throws must not end the rank
             return [(task.driver_id, self._fail(task, "the model", error)) for task, _ in step]
         now = self._clock()
@@ -253,7 +256,8 @@ class Engine:
                     sample.times[1:] = sample.times[1:] or task.times[1:2]
                     deltas.append((sample.driver_id, self._advance(sample, row, now)))
                     self._num_generated += 1
-        self._checkpoint(at_boundary)  # who ended there has left its slot as a checkpoint
+        if at_boundary:  # who has just ended there left its slot as a checkpoint
+            self._copies.save(at_boundary)
         self._num_steps += 1
         self._num_computed += sum(count for _, count in step)
         self._step_s += self._clock() - start
@@ -278,82 +282,19 @@ class Engine:
             elif is_at_end:
                 at_boundary.append(sequence)
         states = self.kv.states
-        if states is not None and not states.promotes:  # then ending leaves no checkpoint by itself
-            self.kv.checkpoint(at_boundary)
-            at_boundary = []
-        self._save_states()
-        return at_boundary
-
-    def _checkpoint(self, sequences: list[Sequence]) -> None:
-        """Keep the states of those that still run."""
-        if sequences:
-            self.kv.checkpoint(sequences)
-            self._save_states()
-
-    def _save_states(self) -> None:
-        """Copy the states that are to be checkpoints; one that cannot be copied is none."""
-        copies = self.kv.take_state_copies(_OWNER)
-        if copies:
-            try:
-                self.model.copy_states(*zip(*copies, strict=True))
-            except Exception:  # noqa: BLE001 - the device's faults; requests do not need checkpoints
-                self.kv.fail_state_transfers(_OWNER)
-            else:
-                self.kv.ack_state_transfers(_OWNER)
-
-    def _fill_states(self) -> None:
-        """Fill live slots from checkpoints, and forks' from their parents'."""
-        copies = self.kv.take_state_copies(_OWNER)
-        if copies:
-            try:
-                self.model.copy_states(*zip(*copies, strict=True))
-            finally:  # a copy that failed ends its sequences, so nothing waits for it
-                self.kv.ack_state_transfers(_OWNER)
+        if states is None:
+            return []
+        if states.promotes:
+            self._copies.save()
+            return at_boundary
+        self._copies.save(at_boundary)  # who ends leaves no checkpoint by itself
+        return []
 
     def _forward(self, batch: StepBatch) -> NDArray[np.float32]:
         logits = self.model.forward(batch)
         if len(logits) != len(batch.logit_rows):
             raise ValueError(f"{len(logits)} rows of logits for {len(batch.logit_rows)} tokens")
         return logits
-
-    def _copy_forked(self) -> None:
-        """Do the block copies that forked sequences need before they write."""
-        swaps = self.kv.take_swaps(_OWNER)
-        if swaps:
-            try:
-                self.model.copy_blocks(*zip(*swaps, strict=True))
-            finally:  # a copy that failed ends its sequences, so nothing waits for it
-                self.kv.ack_swaps(_OWNER)
-
-    def _batch(self, step: list[tuple[Task, int]]) -> StepBatch:
-        """Pack the step without padding; block tables are rows of the rank's dense array."""
-        counts = np.array([count for _, count in step], np.int32)
-        sequences = [task.sequence for task, _ in step]
-        starts = np.array([s.kv_state.num_computed_tokens for s in sequences], np.int32)
-        rows = np.array([s.single_block_id for s in sequences])
-        contexts = starts + counts
-        size = self.kv.block_size
-        tables = self.kv.tables.table[rows, : -(-int(contexts.max()) // size)]
-        ends = np.cumsum(counts)
-        positions = np.arange(ends[-1], dtype=np.int32)
-        positions += np.repeat(starts - (ends - counts), counts).astype(np.int32)
-        owners = np.repeat(np.arange(len(step)), counts)
-        index, offset = np.divmod(positions, size)
-        slots = tables[owners, index].astype(np.int64) * size + offset
-        tokens = [s.token_ids[a:b] for s, a, b in zip(sequences, starts, contexts, strict=True)]
-        totals = np.array([s.num_tokens for s in sequences])
-        states = self.kv.states
-        live = None if states is None else np.array([states.live_index(s) for s in sequences])
-        return StepBatch(
-            token_ids=np.concatenate(tokens),
-            positions=positions,
-            query_lens=counts,
-            context_lens=contexts,
-            block_tables=tables,
-            slot_ids=slots,
-            logit_rows=(ends - 1)[contexts == totals].astype(np.int32),
-            state_slots=live,
-        )
 
     def _advance(self, task: Task, logits: NDArray[np.float32], now: float) -> TokenDelta:
         """Choose the next token of a sequence that has computed all it knows."""

@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from raykv.config import PoolConfig
 from raykv.core import Namespace, Sequence
+from raykv.core.copy_on_write import SwapList
 from raykv.core.ledger import FREE
 from raykv.core.retention import Retention
 from raykv.rank import RankKV
@@ -723,9 +724,13 @@ def _work_without_copies(world):
         world.memory[target][held] = GARBAGE
 
 
-def _add_without_pin(self, source, target):
-    self._due.append((self._roots.get(source, source), target))
-    self._roots[target] = self._roots.get(source, source)
+_add = SwapList.add
+
+
+def _add_without_pin(self, source, target, *pins):
+    for pin in pins:
+        pin.release()
+    _add(self, source, target, *pins)
 
 
 class Branches(RuleBasedStateMachine):

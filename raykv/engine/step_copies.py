@@ -1,0 +1,59 @@
+"""The copies around a forward pass: blocks of forks, and states to and from checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+
+from raykv.core.sequence import Sequence
+from raykv.rank import RankKV
+
+from .batch import ModelRunner
+
+
+class StepCopies:
+    """Does what a rank's KV says is due for the engine's sequences.
+
+    Args:
+        kv: the rank's KV.
+        model: copies.
+        owner: the name under which the engine's sequences owe copies; drivers have others.
+    """
+
+    def __init__(self, kv: RankKV, model: ModelRunner, owner: str) -> None:
+        self._kv = kv
+        self._model = model
+        self._owner = owner
+
+    def before(self) -> None:
+        """What must be there before the model writes: forks' own blocks, and resumed states."""
+        kv, owner = self._kv, self._owner
+        swaps = kv.take_swaps(owner)
+        states = kv.take_state_copies(owner)
+        try:
+            if swaps:
+                self._model.copy_blocks(*zip(*swaps, strict=True))
+            if states:
+                self._model.copy_states(*zip(*states, strict=True))
+        finally:  # a copy that failed ends its sequences, so nothing waits for it
+            if swaps:
+                kv.ack_swaps(owner)
+            if states:
+                kv.ack_state_transfers(owner)
+
+    def save(self, sequences: SequenceOf[Sequence] = ()) -> None:
+        """Copy the states that are to be checkpoints; one that cannot be copied is none.
+
+        Args:
+            sequences: some that may have reached a boundary, beside those that were published.
+        """
+        kv, owner = self._kv, self._owner
+        if sequences:
+            kv.checkpoint(sequences)
+        copies = kv.take_state_copies(owner)
+        if copies:
+            try:
+                self._model.copy_states(*zip(*copies, strict=True))
+            except Exception:  # noqa: BLE001 - the device's fault; requests need no checkpoints
+                kv.fail_state_transfers(owner)
+            else:
+                kv.ack_state_transfers(owner)
