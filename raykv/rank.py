@@ -187,6 +187,8 @@ class RankKV(RankCounters):
         """See KVCacheManager; a sequence that holds blocks already keeps just those."""
         if self._rows.find(sequence) is not None:
             return
+        if self._sleep.is_asleep:
+            self._sleep.refuse()
         tokens = _shareable(sequence, self.block_size)
         num_blocks = self.block_manager.num_matching_blocks(tokens, namespace=sequence.namespace)
         request = AdmitRequest(num_blocks, tokens, sequence.namespace)

@@ -204,7 +204,7 @@ def test_contradictions_are_refused(values, parts):
     assert all(part in message for part in parts), message
 
 
-@pytest.mark.parametrize("key", ["linear_state", "manager_types", "xtensor", "host", "store"])
+@pytest.mark.parametrize("key", ["manager_types", "xtensor", "host", "store"])
 @pytest.mark.parametrize("value", [{"num_slots": 4}, {}, [], False])
 def test_sections_of_later_versions_are_refused(key, value):
     message = refusal(**{key: value})

@@ -79,7 +79,7 @@ def books(kv, *sequences):
         kv.tables.table.tolist(),
         [(ids(s), s.single_block_id, s.kv_state.num_computed_tokens) for s in sequences],
         kv.block_manager._ledger.counts.tolist(),
-        [(name, list(each._due), len(each._due_pins)) for name, each in kv._copies.owed.items()],
+        [(name, list(each._due)) for name, each in kv._copies.owed.items()],
     )
 
 

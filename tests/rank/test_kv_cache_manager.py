@@ -93,6 +93,7 @@ def test_the_interface_is_the_seeds():
         "cache", "num_free_blocks", "num_used_blocks", "num_available_blocks",
         "num_blocks_in_prefix_cache", "kv_cache_utilization", "reset_prefix_cache", "stats",
         "check_integrity", "fork", "get_swap_block_transfer_infos", "ack_swaps", "explain",
+        "get_state_transfer_infos", "ack_state_transfers",
     }  # fmt: skip
     assert wanted <= set(dir(KVCacheManager))
     assert KVCacheManager.__abstractmethods__ == wanted - {"try_allocate"}
