@@ -24,9 +24,10 @@ from raykv.rank_build import make_block_manager, make_buffers, make_states, make
 from raykv.rank_counters import RankCounters
 from raykv.rank_sleep import RankSleep
 from raykv.rank_states import ANYWHERE, Resume, resumable
+from raykv.rank_transfers import RankTransfers
 
 
-class RankKV(RankCounters):
+class RankKV(RankCounters, RankTransfers):
     """The authority on one rank's blocks. One thread owns it; it never blocks.
 
     A running sequence's uses are kept as a row of the block table, not as a handle, so that a
@@ -130,42 +131,6 @@ class RankKV(RankCounters):
         self._copies.has_forks = True
         if self.states is not None:
             self.states.fork(parent, child)
-
-    def get_swap_block_transfer_infos(self) -> list[list[tuple[int, int]]]:
-        """See KVCacheManager."""
-        return [self.take_swaps("")]
-
-    def ack_swaps(self, driver_id: str = "") -> None:
-        """See KVCacheManager; those of one driver."""
-        self._copies.acknowledge(driver_id)
-
-    def take_swaps(self, driver_id: str) -> list[tuple[int, int]]:
-        """The copies that one driver's sequences owe; see get_swap_block_transfer_infos."""
-        return self._copies.take(driver_id)
-
-    def get_state_transfer_infos(self) -> list[list[tuple[int, int]]]:
-        """See KVCacheManager."""
-        return [self.take_state_copies("")]
-
-    def ack_state_transfers(self, driver_id: str = "") -> None:
-        """See KVCacheManager; those of one driver."""
-        if self.states is not None:
-            self.states.acknowledge_copies(driver_id)
-
-    def fail_state_transfers(self, driver_id: str = "") -> None:
-        """Copies of state that were handed out were not done: they make no checkpoints."""
-        if self.states is not None:
-            self.states.fail_copies(driver_id)
-
-    def take_state_copies(self, driver_id: str) -> list[tuple[int, int]]:
-        """The copies of state that one driver owes; see get_state_transfer_infos."""
-        return [] if self.states is None else self.states.take_copies(driver_id)
-
-    def forget_driver(self, driver_id: str) -> None:
-        """Nobody will copy for this driver's sequences any more, which are gone."""
-        self._copies.forget(driver_id)
-        if self.states is not None:
-            self.states.forget_driver(driver_id)
 
     def explain(self, sequence: Sequence) -> MissReport:
         """See KVCacheManager."""

@@ -33,6 +33,7 @@ CALLS = {
     "hash_of": lambda m: m.hash_of(1),
     "make_handle": lambda m: m.allocate(1).share(),
     "pin": lambda m: m.pin(m.allocate(1).index),
+    "num_matching_blocks": lambda m: m.num_matching_blocks([1, 2]),
     "prefix_hashes": lambda m: m.prefix_hashes([1, 2]),
     "ref_counts": lambda m: m.ref_counts(np.array([1])),
     "reset_prefix_cache": lambda m: m.reset_prefix_cache(),
