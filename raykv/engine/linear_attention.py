@@ -2,9 +2,9 @@
 
 Such a layer (Gated DeltaNet of Qwen3-Next and Qwen3.5, and whatever speaks to a transformers cache
 in the same words) reads a convolution state and a recurrent state, and leaves new ones. It knows
-nothing of packed batches: tokens of two sequences in one row would flow into one state, and padding
-would flow into it as well. So its ``forward`` is wrapped: each sequence with several new tokens goes
-through alone, unpadded, and all sequences with one new token go through as one batch.
+nothing of packed batches: tokens of two sequences in one row would flow into one state, and so
+would padding. So its ``forward`` is wrapped: each sequence with several new tokens goes through
+alone, unpadded, and all sequences with one new token go through as one batch.
 
 The original forward sees a :class:`MixerStates` as its cache. What it read and left there is copied
 from and to the live states in the rank's StateBuffers. Should a forward pass fail halfway, some
@@ -292,7 +292,7 @@ def _tensors(layer: int, states: Mapping[str, Any]) -> tuple[StateTensor, ...]:
             raise NotSupportedError(f"state {name!r} of layer {layer} is of {dtype}")
         # A convolution state is a few inputs as they are; the recurrent one is large and a sum of
         # many, so that is the one worth storing in fewer bits.
-        is_sum = name.startswith("recurrent")
+        is_sum = name.startswith("recurrent") and dtype == "float32"
         tensors.append(StateTensor(name, tuple(state.shape[1:]), dtype, compressible=is_sum))  # type: ignore[arg-type]  # checked
     return tuple(tensors)
 
