@@ -23,7 +23,13 @@ except ImportError as error:
 from raykv.engine.batch import StepBatch
 from raykv.engine.hf_support import check_supported, text_config
 from raykv.engine.hf_weights import ModelWeights, Reader, Staged, give_back_device_memory
-from raykv.engine.linear_attention import LinearStates, LinearStep, linear_layers, wrap_mixers
+from raykv.engine.linear_attention import (
+    LinearStates,
+    LinearStep,
+    check_states_count,
+    linear_layers,
+    wrap_mixers,
+)
 from raykv.engine.model_cache import quiet_transformers
 from raykv.engine.paged_attention import (
     IMPLEMENTATION,
@@ -261,27 +267,24 @@ class HFModelRunner:
 
     def _run_probe(self) -> None:
         size = self.kv_spec.block_size
-        kv = PagedKV(KVBuffers(self.kv_spec, 2 + 2 // size, device=self._device))
+        kv = PagedKV(KVBuffers(self.kv_spec, 2 + 3 // size, device=self._device))
         if not self._linear:
             self._check(*self._run(kv, _probe_batch(0, 1, size), None))
             return
         first = _probe_batch(0, 2, size)
         recording = LinearStep(first, kv.device, None)
         self._check(*self._run(kv, first, recording))
-        self.state_spec = spec = recording.spec(self.kv_spec.num_layers)
-        kept = {
-            (layer, tensor.name) for layer, tensors in enumerate(spec.layers) for tensor in tensors
-        }
-        silent = [layer for layer in self._linear if not spec.layers[layer]]
-        states = LinearStates(StateBuffers(spec, 2, device=self._device))
-        for batch in (first, _probe_batch(2, 1, size)):
+        self.state_spec = recording.spec(self.kv_spec.num_layers)
+        states = LinearStates(StateBuffers(self.state_spec, 2, device=self._device))
+
+        def run(start: int, count: int) -> NDArray[np.float32]:
+            batch = _probe_batch(start, count, size)
             linear = LinearStep(batch, kv.device, states)
-            self._check(*self._run(kv, batch, linear))
-            if silent or linear.asked != kept:
-                raise NotSupportedError(
-                    f"of its {len(self._linear)} linear layers {silent} keep no state, and of "
-                    f"{len(kept)} states they ask for {len(linear.asked & kept)}; all must"
-                )
+            logits, step = self._run(kv, batch, linear)
+            self._check(logits, step)
+            return logits
+
+        check_states_count(states, run)
 
     def _check(self, logits: NDArray[np.float32], step: PagedStep) -> None:
         layers = self.kv_spec.num_layers - len(self._linear)
@@ -301,7 +304,7 @@ def _probe_batch(start: int, count: int, block_size: int) -> StepBatch:
     positions = np.arange(start, start + count, dtype=np.int32)
     blocks = 1 + np.arange((start + count - 1) // block_size + 1, dtype=np.int32)
     return StepBatch(
-        token_ids=np.zeros(count, np.int32),
+        token_ids=positions,
         positions=positions,
         query_lens=np.array([count], np.int32),
         context_lens=np.array([start + count], np.int32),
