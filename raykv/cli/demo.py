@@ -110,12 +110,12 @@ def fetch(path: str, update: Update) -> str:
     Raises:
         ConfigError: it cannot be had, or the folder is no model.
     """
-    from raykv.engine.model_store import KNOWN_MODELS, pull, resolve_model  # noqa: PLC0415
+    from raykv.engine.model_store import known_names, pull, resolve_model  # noqa: PLC0415
 
     def report(message: str, fraction: float | None) -> None:
         update(fraction, message)
 
-    folder = pull(path, on_progress=report) if path in KNOWN_MODELS else resolve_model(path)
+    folder = pull(path, on_progress=report) if path in known_names() else resolve_model(path)
     return str(folder)
 
 
@@ -123,7 +123,7 @@ def _tokenizer(path: str) -> Any:
     from raykv.engine.build import load_tokenizer  # noqa: PLC0415 - seconds to import
 
     try:
-        from raykv.engine.model_store import quiet_transformers  # noqa: PLC0415
+        from raykv.engine.model_cache import quiet_transformers  # noqa: PLC0415
 
         with quiet_transformers():
             tokenizer = load_tokenizer(path)

@@ -47,7 +47,7 @@ class Reference:
         import torch  # noqa: PLC0415
         import transformers  # noqa: PLC0415
 
-        from raykv.engine.model_store import quiet_transformers  # noqa: PLC0415
+        from raykv.engine.model_cache import quiet_transformers  # noqa: PLC0415
 
         eos = self._model.generation_config.eos_token_id
         config = transformers.GenerationConfig(

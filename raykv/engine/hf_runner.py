@@ -4,6 +4,7 @@ import inspect
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,14 @@ except ImportError as error:
 from raykv.engine.batch import StepBatch
 from raykv.engine.hf_support import check_supported, text_config
 from raykv.engine.hf_weights import ModelWeights, Reader, Staged, give_back_device_memory
-from raykv.engine.linear_attention import LinearStates, LinearStep, linear_layers, wrap_mixers
-from raykv.engine.model_store import quiet_transformers
+from raykv.engine.linear_attention import (
+    LinearStates,
+    LinearStep,
+    check_states_count,
+    linear_layers,
+    wrap_mixers,
+)
+from raykv.engine.model_cache import quiet_transformers
 from raykv.engine.paged_attention import (
     IMPLEMENTATION,
     STEP_KWARG,
@@ -52,8 +59,8 @@ class HFModelRunner:
 
     Make one, create buffers for its ``kv_spec`` and ``state_spec``, ``bind`` them, then call
     ``forward`` per step. Batches are packed without padding as one row of T tokens; attention is
-    raykv's own and reads the blocks, and linear layers read the states. One thread at a time. On the CPU set ``torch.set_num_threads`` yourself; one thread
-    per rank is usually best.
+    raykv's own and reads the blocks, and linear layers read the states. One thread at a time. On
+    the CPU set ``torch.set_num_threads`` yourself; one thread per rank is usually best.
 
     Args:
         model: a causal language model in its final dtype, on its final device. The runner takes
@@ -243,32 +250,12 @@ class HFModelRunner:
 
         What linear layers keep is found here too, by looking at what they leave.
         """
-        size, name = self.kv_spec.block_size, self._model.config.model_type
-        kv = PagedKV(KVBuffers(self.kv_spec, 2 + 2 // size, device=self._device))
+        name = self._model.config.model_type
+        # transformers names kernels that are not installed; on the CPU they could not run anyway.
+        quiet = quiet_transformers() if self._device == "cpu" else nullcontext()
         try:
-            if not self._linear:
-                self._check(*self._run(kv, _probe_batch(0, 1, size), None))
-                return
-            first = _probe_batch(0, 2, size)
-            recording = LinearStep(first, kv.device, None)
-            self._check(*self._run(kv, first, recording))
-            self.state_spec = recording.spec(self.kv_spec.num_layers)
-            states = LinearStates(StateBuffers(self.state_spec, 2, device=self._device))
-            kept = {
-                (layer, tensor.name)
-                for layer, tensors in enumerate(self.state_spec.layers)
-                for tensor in tensors
-            }
-            silent = [layer for layer in self._linear if not self.state_spec.layers[layer]]
-            for batch in (first, _probe_batch(2, 1, size)):
-                linear = LinearStep(batch, kv.device, states)
-                self._check(*self._run(kv, batch, linear))
-                if silent or linear.asked != kept:
-                    raise NotSupportedError(
-                        f"its {len(self._linear)} linear layers keep {len(kept)} states, layers "
-                        f"{silent} none, and ask for {len(linear.asked)} states; they must ask for "
-                        "all that they keep"
-                    )
+            with _loading, quiet:
+                self._run_probe()
         except NotSupportedError as error:
             raise NotSupportedError(f"model type {name!r}: {error}") from error
         except torch.OutOfMemoryError:
@@ -277,6 +264,27 @@ class HFModelRunner:
             raise NotSupportedError(
                 f"model type {name!r} does not run over a paged cache: {error!r}"
             ) from error
+
+    def _run_probe(self) -> None:
+        size = self.kv_spec.block_size
+        kv = PagedKV(KVBuffers(self.kv_spec, 2 + 3 // size, device=self._device))
+        if not self._linear:
+            self._check(*self._run(kv, _probe_batch(0, 1, size), None))
+            return
+        first = _probe_batch(0, 2, size)
+        recording = LinearStep(first, kv.device, None)
+        self._check(*self._run(kv, first, recording))
+        self.state_spec = recording.spec(self.kv_spec.num_layers)
+        states = LinearStates(StateBuffers(self.state_spec, 2, device=self._device))
+
+        def run(start: int, count: int) -> NDArray[np.float32]:
+            batch = _probe_batch(start, count, size)
+            linear = LinearStep(batch, kv.device, states)
+            logits, step = self._run(kv, batch, linear)
+            self._check(logits, step)
+            return logits
+
+        check_states_count(states, run)
 
     def _check(self, logits: NDArray[np.float32], step: PagedStep) -> None:
         layers = self.kv_spec.num_layers - len(self._linear)
@@ -296,7 +304,7 @@ def _probe_batch(start: int, count: int, block_size: int) -> StepBatch:
     positions = np.arange(start, start + count, dtype=np.int32)
     blocks = 1 + np.arange((start + count - 1) // block_size + 1, dtype=np.int32)
     return StepBatch(
-        token_ids=np.zeros(count, np.int32),
+        token_ids=positions,
         positions=positions,
         query_lens=np.array([count], np.int32),
         context_lens=np.array([start + count], np.int32),

@@ -31,8 +31,8 @@ def check_supported(config: Any) -> None:
     if reason:
         raise NotSupportedError(
             f"model type {config.model_type!r} is not supported: {reason}; raykv's engine runs "
-            "decoder-only models with full causal or linear attention, such as Llama, Qwen3, Mistral, "
-            "Qwen3-Next, Qwen3.5"
+            "decoder-only models with full causal and linear attention, such as Llama, Qwen3, "
+            "Mistral, Qwen3-Next, Qwen3.5"
         )
 
 

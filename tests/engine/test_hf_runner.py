@@ -23,7 +23,7 @@ class Paged:
     def __init__(self, model, block_size=4, num_blocks=NUM_BLOCKS, seed=0):
         self.runner = HFModelRunner(model, block_size)
         self.buffers = KVBuffers(self.runner.kv_spec, num_blocks, device="cpu")
-        self.runner.bind(self.buffers)
+        self.runner.bind(self.buffers, self.make_states())
         self.block_size = block_size
         ids = np.random.default_rng(seed).permutation(np.arange(1, num_blocks))
         self.free = ids.astype(np.int32).tolist()
@@ -60,10 +60,17 @@ class Paged:
                 block_tables=tables,
                 slot_ids=np.concatenate(slots),
                 logit_rows=np.arange(query_lens.sum(), dtype=np.int32),
+                state_slots=self.state_slots(new),
             )
         )
         assert logits.dtype == np.float32
         return dict(zip(new, np.split(logits, np.cumsum(query_lens)[:-1]), strict=True))
+
+    def make_states(self):
+        """For models that have states, as is the next."""
+
+    def state_slots(self, names):
+        """The live states' rows."""
 
     def kv(self, name, layer, kind):
         """The sequence's keys or values in order, [tokens, heads, dim]."""
@@ -292,7 +299,12 @@ def test_groups_cover_all_and_pad_at_most_twofold(max_tokens):
     [
         (transformers.MistralConfig(sliding_window=16, max_position_embeddings=64), "sliding-win"),
         (transformers.DeepseekV3Config(), "MLA"),
-        (transformers.Qwen3NextConfig(), "linear_attention"),
+        (transformers.Llama4TextConfig(), "has chunked_attention layers"),
+        (
+            transformers.Qwen3NextConfig(num_hidden_layers=2, layer_types=["linear_attention"] * 2),
+            "none of its layers keeps keys",
+        ),
+        (transformers.Gemma3Config(), "multimodal"),
         (transformers.T5Config(), "encoder-decoder"),
         (transformers.MambaConfig(), "no num_attention_heads"),
         (transformers.Gemma2Config(sliding_window=8192), "softcap"),
