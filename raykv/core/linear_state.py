@@ -334,9 +334,10 @@ class LinearStatePrefixCache:
         return slot
 
     def _check(self, known: Checkpoint, prefix: CheckedPrefix | None) -> bool:
-        is_same = same_prefix(known.prefix, prefix)
-        self.num_collisions_total += not is_same
-        return is_same
+        if prefix is None or same_prefix(known.prefix, prefix):
+            return True
+        self.num_collisions_total += 1
+        return False
 
     def _skip(self, prefix_hash: bytes) -> None:
         self.num_skipped_total += 1
