@@ -122,7 +122,7 @@ SLOTS_ONLY = {
     "cycle": ([1, 2, 3], [2, 3, 1]),
     "fan": ([5, 5, 5], [5, 3, 4]),
     "padding": ([0, 0], [4, 2]),
-    "apart": (np.array([1, 2], np.int32), [4, 5]),
+    "apart": (np.array([1, 2, 1], np.int32), [4, 5, 3]),
     "itself": ([3], [3]),
     "empty": ([], []),
 }
