@@ -10,6 +10,7 @@ from .copy_on_write import SwapList
 from .linear_state import LinearStatePrefixCache
 from .reservation import Reservation
 from .sequence import Sequence
+from .tokens import as_index
 
 
 @dataclass(slots=True, eq=False)
@@ -41,9 +42,21 @@ class Save:
 
 @dataclass(slots=True)
 class _Owed:
+    """What one driver owes.
+
+    Attributes:
+        copies: all of it.
+        due: saves that are to be handed out, by their targets.
+        handed: saves that were, with the boundary that the state stood at then.
+    """
+
     copies: SwapList = field(default_factory=SwapList)
-    due: dict[int, Save] = field(default_factory=dict)  # by target
-    handed: list[Save] = field(default_factory=list)
+    due: dict[int, Save] = field(default_factory=dict)
+    handed: list[tuple[Save, int]] = field(default_factory=list)
+
+    def is_due(self, save: Save) -> bool:
+        """Whether its copy is to be handed out (again)."""
+        return self.due.get(save.reservation.slot) is save
 
 
 class StateCopies:
@@ -57,6 +70,11 @@ class StateCopies:
         self._cache = cache
         self._owed: dict[str, _Owed] = {}
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no copy is due or under way."""
+        return all(owed.copies.is_idle for owed in self._owed.values())
+
     def add(
         self, driver_id: str, source: int, target: int, source_pin: Blocks, target_pin: Blocks
     ) -> None:
@@ -68,51 +86,64 @@ class StateCopies:
         owed = self._of(save.sequence.driver_id)
         save.is_copied = False
         target = save.reservation.slot
-        owed.copies.add(source, target, source_pin)
+        # A reservation may be given up while the copy is under way; the pin stays until it is done.
+        target_pin = self._cache.slots.pin(as_index([target]))
+        owed.copies.add(source, target, source_pin, target_pin)
         owed.due[target] = save
 
-    def cancel(self, driver_id: str, target: int) -> None:
-        """A live slot is given back: nothing has to be copied there any more."""
-        self._of(driver_id).copies.cancel(target)
+    def release(self, sequence: Sequence, target: int) -> None:
+        """A sequence's live slot, the target, is given back: what is due to it or from it is not.
+
+        A save is given up, for who ends may never fetch it, and its slot is to come back. What was
+        handed out goes on, and a fork's copy of the slot stays due; pins see to both.
+        """
+        owed = self._owed.get(sequence.driver_id)
+        if owed is not None:
+            owed.copies.cancel(target)
+            for save in [one for one in owed.due.values() if one.sequence is sequence]:
+                self._cancel(owed, save)
 
     def take(self, driver_id: str) -> list[tuple[int, int]]:
         """Hand out the copies that are due, as (source, target) addresses.
 
         A state that has moved on since is no checkpoint of the boundary any more (vLLM 34587).
         """
-        if driver_id not in self._owed:
+        owed = self._owed.get(driver_id)
+        if owed is None:
             return []
-        owed = self._owed[driver_id]
-        for target, save in owed.due.items():
-            if save.sequence.kv_state.num_computed_tokens == save.num_tokens:
-                owed.handed.append(save)
-            else:
-                owed.copies.cancel(target)
-                save.give_up()
-        owed.due = {}
+        self._hand_out(owed)
         return owed.copies.take()
+
+    def take_saves(self, driver_id: str) -> list[tuple[int, int]]:
+        """The same, of those only that make checkpoints: whose failure harms no sequence."""
+        owed = self._owed.get(driver_id)
+        return [] if owed is None else owed.copies.take(self._hand_out(owed))
 
     def acknowledge(self, driver_id: str) -> None:
         """All copies that were handed out are done: checkpoints with a name can be found now."""
-        if driver_id not in self._owed:
+        owed = self._owed.get(driver_id)
+        if owed is None:
             return
-        owed = self._owed[driver_id]
         owed.copies.acknowledge()
         handed, owed.handed = owed.handed, []
-        for save in handed:
+        for save, num_tokens in handed:
+            if save.num_tokens != num_tokens or owed.is_due(save):
+                continue  # given up, or a later boundary took its place
             save.is_copied = True
             if save.name is not None:
                 self.commit(save)
 
     def fail(self, driver_id: str) -> None:
         """The copies that were handed out were not done: they make no checkpoints."""
-        if driver_id in self._owed:
-            owed = self._owed[driver_id]
-            self._cache.num_skipped_total += len(owed.handed)
-            for save in owed.handed:
+        owed = self._owed.get(driver_id)
+        if owed is None:
+            return
+        self._cache.num_skipped_total += len(owed.handed)
+        for save, _ in owed.handed:
+            if not owed.is_due(save):
                 save.give_up()
-            owed.handed = []
-            owed.copies.acknowledge()
+        owed.handed = []
+        owed.copies.acknowledge()
 
     def forget(self, driver_id: str) -> None:
         """Nobody will do this driver's copies any more: their slots are let go."""
@@ -120,12 +151,28 @@ class StateCopies:
         if owed is not None:
             owed.copies.take()
             owed.copies.acknowledge()
-            for save in (*owed.due.values(), *owed.handed):
+            for save in (*owed.due.values(), *(save for save, _ in owed.handed)):
                 save.give_up()
 
     def commit(self, save: Save) -> None:
         """Let a checkpoint whose copy is done be found."""
         self._cache.commit(save.reservation, save.name, prefix=save.prefix)
+
+    def _hand_out(self, owed: _Owed) -> list[int]:
+        """Note the saves that are handed out now; returns their targets."""
+        for save in list(owed.due.values()):
+            if save.sequence.kv_state.num_computed_tokens == save.num_tokens:
+                owed.handed.append((save, save.num_tokens))
+            else:
+                self._cancel(owed, save)
+        due, owed.due = owed.due, {}
+        return list(due)
+
+    def _cancel(self, owed: _Owed, save: Save) -> None:
+        target = save.reservation.slot
+        del owed.due[target]
+        owed.copies.cancel(target)
+        save.give_up()
 
     def _of(self, driver_id: str) -> _Owed:
         if driver_id not in self._owed:

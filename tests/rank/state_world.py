@@ -157,8 +157,7 @@ class StateWorld:
         if self.worker(driver).batches or self.kv.states._copies._owed.get(driver) is None:
             return
         self.acknowledge(driver)
-        self.take(driver)
-        self.worker(driver).batches.clear()
+        self.kv.take_state_saves(driver)
         self.kv.fail_state_transfers(driver)
 
     def copy(self, driver=""):

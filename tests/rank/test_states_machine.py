@@ -245,9 +245,9 @@ class SplitStatesMachine(StatesMachine):
 
 
 TestStatesMachine = StatesMachine.TestCase
-TestStatesMachine.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestStatesMachine.settings = settings(max_examples=150, stateful_step_count=30)
 TestSplitStatesMachine = SplitStatesMachine.TestCase
-TestSplitStatesMachine.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestSplitStatesMachine.settings = settings(max_examples=150, stateful_step_count=30)
 
 
 @pytest.mark.nightly
