@@ -169,14 +169,19 @@ class StateWorld:
         self.acknowledge(driver)
         return copies
 
-    def compute(self, sequence, count=None, *, ack=True):
-        """Compute the next tokens, after the copies that are due before that."""
+    def compute(self, sequence, count=None, *, how="copy"):
+        """Compute the next tokens.
+
+        Before that the worker copies: all there is ("copy"), without saying so ("unsaid"), or only
+        what it fetched already ("late"), unless its own state is still to be copied, or a fork's from
+        it.
+        """
         driver, state = sequence.driver_id, sequence.kv_state
-        if ack:
+        if how == "copy":
             self.copy(driver)
-        else:
+        elif how == "unsaid" or self.must_copy(sequence):
             self.take(driver)
-            self.execute(driver)
+        self.execute(driver)
         start = state.num_computed_tokens
         left = sequence.num_tokens - start
         stop = start + (left if count is None else min(count, left))
@@ -186,6 +191,15 @@ class StateWorld:
         self.expected[sequence] += self.cells(sequence, start, stop)
         self.memory[address] = self.expected[sequence]
         state.num_computed_tokens = stop
+
+    def must_copy(self, sequence):
+        """Whether copies are due without which its state, or a fork's, would be lost."""
+        owed = self.kv.states._copies._owed.get(sequence.driver_id)
+        due = {} if owed is None else owed.copies._due
+        return any(
+            self.address(sequence) in (target, one.source) and target not in owed.due
+            for target, one in due.items()
+        )
 
     def prefill(self, sequence, *, ack=True):
         """Compute all that is there, stopping for each checkpoint; publish at each stop."""
@@ -280,6 +294,9 @@ class StateWorld:
             now = namespace.weights_version, self.num_resets
             wanted = cells(tokens, namespace, 0, prefix.num_tokens, *now)
             assert self.memory[checkpoint.slot] == wanted
+            named = tokens[: prefix.num_tokens]
+            hasher = self.kv.block_manager.hasher
+            assert checkpoint.prefix_hash == hasher.name(named, namespace=namespace)
             assert prefix.num_tokens % self.kv.block_size == 0
 
     def check_drained(self):

@@ -19,14 +19,17 @@ from .state_world import StateWorld, make_rank
 
 DRIVERS = ["", "other"]
 
-# Long runs of one token meet in the cache, the tails make them branch.
+# Mostly one long run of tokens: whatever one sequence leaves, the others find.
 prompts = st.one_of(
+    *[st.integers(1, 14).map(lambda n: [0] * n)] * 6,
     st.builds(lambda n, tail: [0] * n + tail, st.integers(1, 12), st.lists(st.integers(0, 1))),
-    st.integers(1, 12).map(lambda n: [0] * n),
 )
 index = st.integers(0, 10**6)
 drivers = st.sampled_from(DRIVERS)
-spaces = st.sampled_from([{}] * 6 + [{"tenant": "a"}, {"lora": "a"}, {"multimodal": ((3, b"x"),)}])
+spaces = st.sampled_from([{}] * 20 + [{"tenant": "a"}, {"lora": "a"}, {"multimodal": ((3, b"x"),)}])
+# What a worker does for its driver before it computes: all there is to copy; the same, and it says
+# so later; what was fetched earlier, and the rest later.
+copying = st.sampled_from(["copy", "copy", "unsaid", "late"])
 
 
 class StatesMachine(RuleBasedStateMachine):
@@ -35,13 +38,13 @@ class StatesMachine(RuleBasedStateMachine):
     IS_SPLIT = False
 
     @initialize(
-        num_blocks=st.integers(6, 24),
+        num_blocks=st.integers(8, 40),
         block_size=st.integers(1, 3),
         stride_blocks=st.integers(1, 3),
-        num_seqs=st.integers(2, 5),
-        num_more_slots=st.integers(0, 6),
+        num_seqs=st.integers(2, 4),
+        num_more_slots=st.integers(0, 5),
         match=st.sampled_from(["contiguous", "deepest"]),
-        rules=st.tuples(*[st.booleans()] * 4) | st.just((True,) * 4),
+        rules=st.sampled_from([(True,) * 4] * 3) | st.tuples(*[st.booleans()] * 4),
     )
     def start(self, num_blocks, block_size, stride_blocks, num_seqs, num_more_slots, match, rules):
         names = ("at_stride", "at_prompt_end", "at_generation_end", "at_branch")
@@ -57,6 +60,7 @@ class StatesMachine(RuleBasedStateMachine):
         self.world = StateWorld(kv, split=self.IS_SPLIT)
         self.kv = kv
         self.versions = 0
+        self.serve(tokens=[0] * 7, space={}, driver="", generated=[0] * 4, keep=False)
 
     def teardown(self):
         if not hasattr(self, "world"):
@@ -113,54 +117,60 @@ class StatesMachine(RuleBasedStateMachine):
             self.world.overwrite()
 
     @precondition(is_any)
-    @rule(number=index, ack=st.booleans(), publish=st.booleans(), copy=st.booleans())
-    def compute(self, number, ack, publish, copy):
+    @rule(number=index, how=copying, publish=st.booleans(), copy=st.booleans())
+    def compute(self, number, how, publish, copy):
         """Up to the next checkpoint, or the end."""
         sequence = self.pick(number)
         if not self.world.allocate([sequence]):
             return
         stop = self.kv.next_checkpoint(sequence) or sequence.num_tokens
-        self.world.compute(sequence, stop - sequence.kv_state.num_computed_tokens, ack=ack)
+        self.world.compute(sequence, stop - sequence.kv_state.num_computed_tokens, how=how)
         if publish:
             self.kv.cache(sequence)
         if copy:
             self.world.copy(sequence.driver_id)
 
     @precondition(is_any)
-    @rule(number=index, count=st.integers(1, 5), publish=st.booleans())
-    def compute_some(self, number, count, publish):
-        """A worker that does not care where checkpoints are due, nor for copies that may wait."""
+    @rule(number=index, count=st.integers(1, 5), how=copying, publish=st.booleans())
+    def compute_some(self, number, count, how, publish):
+        """A worker that does not care where checkpoints are due."""
         sequence = self.pick(number)
-        if not self.world.allocate([sequence]):
-            return
-        self.world.compute(sequence, count)
-        if publish:
-            self.kv.cache(sequence)
+        if self.world.allocate([sequence]):
+            self.world.compute(sequence, count, how=how)
+            if publish:
+                self.kv.cache(sequence)
 
     @precondition(is_any)
-    @rule(number=index, token=st.integers(0, 1), ack=st.booleans(), count=st.integers(1, 5))
-    def decode(self, number, token, ack, count):
+    @rule(number=index, token=st.sampled_from([0, 0, 0, 1]), hows=st.lists(copying, max_size=6))
+    def decode(self, number, token, hows):
         sequence = self.pick(number)
-        for _ in range(count):
-            if sequence.num_tokens >= self.kv.config.max_tokens_per_sequence:
-                return
+        for how in hows:
             if sequence.kv_state.num_computed_tokens == sequence.num_tokens:
+                if sequence.num_tokens >= self.kv.config.max_tokens_per_sequence:
+                    return
                 sequence.append(token)
             if not self.world.allocate([sequence]):
                 return
-            self.world.compute(sequence, ack=ack)
+            self.world.compute(sequence, how=how)
             self.kv.checkpoint([sequence])
 
-    @rule(tokens=prompts, space=spaces, driver=drivers, generated=st.lists(st.integers(0, 1)))
-    def serve(self, tokens, space, driver, generated):
-        """A whole life, if there is room for it."""
+    @rule(
+        tokens=prompts,
+        space=spaces,
+        driver=drivers,
+        generated=st.lists(st.integers(0, 1)),
+        keep=st.booleans(),
+    )
+    def serve(self, tokens, space, driver, generated, keep):
+        """A whole life, if there is room for it, or the first part of one."""
         sequence = self.new(tokens, space, driver)
         if self.world.allocate([sequence]):
             self.world.prefill(sequence)
             number = self.world.held().index(sequence)
             for token in generated:
-                self.decode(number=number, token=token, ack=True, count=1)
-            self.world.release(sequence)
+                self.decode(number=number, token=token, hows=["copy"])
+            if not keep:
+                self.world.release(sequence)
 
     @precondition(is_any)
     @rule(number=index)
@@ -202,26 +212,23 @@ class StatesMachine(RuleBasedStateMachine):
         """As the engine does after a step, where the device fails."""
         self.world.fail_save(driver)
 
-    @rule(driver=drivers)
-    def forget_driver(self, driver):
-        self.world.forget_driver(driver)
-
     # -- what ends prefixes ---------------------------------------------------------------------
 
-    @rule()
-    def reset(self):
-        self.world.reset()
+    @rule(how=st.sampled_from(["reset", "version", "retire", "sleep", "driver"]), number=index)
+    def end(self, how, number):
+        """One rule for all, or nothing would ever be hit."""
+        if how == "reset":
+            self.world.reset()
+        elif how == "version":
+            self.versions += 1
+            self.kv.begin_version(self.versions)
+        elif how == "retire":
+            self.kv.linear_state.retire(self.versions - number % 3)
+        elif how == "driver":
+            self.world.forget_driver(DRIVERS[number % 2])
+        else:
+            self.sleep()
 
-    @rule()
-    def begin_version(self):
-        self.versions += 1
-        self.kv.begin_version(self.versions)
-
-    @rule(back=st.integers(0, 2))
-    def retire(self, back):
-        self.kv.linear_state.retire(self.versions - back)
-
-    @rule()
     def sleep(self):
         try:
             self.kv.sleep()
