@@ -174,9 +174,7 @@ class RankStates:
         row, plan = sequence.single_block_id, self._plan_of(sequence)
         assert row is not None, "it holds a row"
         self._copies.release(sequence, self._address(sequence))
-        publish = (
-            publish and self.config.at_generation_end and self._manager.enable_prefix_cache
-        )
+        publish = publish and self.config.at_generation_end and self._manager.enable_prefix_cache
         if publish and self._stands_at_boundary(sequence, plan) and self.promotes:
             num_tokens = sequence.kv_state.num_computed_tokens
             prefix = _prefix(sequence, num_tokens)

@@ -1,7 +1,7 @@
 """A rank whose sequences have recurrent state, and a memory that says what lies at each address.
 
-``StateWorld`` plays the workers: it computes, does the copies that the rank asks for, and overwrites
-whatever nobody holds. What must lie at an address is known from tokens and weights alone.
+``StateWorld`` plays the workers: it computes, does the copies that the rank asks for, and
+overwrites whatever nobody holds. What must lie at an address is known from tokens and weights alone.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from raykv.core.ledger import FREE
 from raykv.rank import RankKV
 
 SIZE = 4
+RULES = ("at_stride", "at_prompt_end", "at_generation_end", "at_branch")
 
 
 def make_rank(num_blocks=40, block_size=SIZE, num_slots=12, max_num_seqs=4, dp_rank=0, **settings):
@@ -173,8 +174,8 @@ class StateWorld:
         """Compute the next tokens.
 
         Before that the worker copies: all there is ("copy"), without saying so ("unsaid"), or only
-        what it fetched already ("late"), unless its own state is still to be copied, or a fork's from
-        it.
+        what it fetched already ("late"), unless its own state is still to be copied, or a fork's
+        from it.
         """
         driver, state = sequence.driver_id, sequence.kv_state
         if how == "copy":
@@ -309,3 +310,62 @@ class StateWorld:
         stats = kv.rank_stats()
         assert stats.num_used_blocks == stats.num_pending_blocks == 0
         assert not kv.states._plans
+
+
+def only(*rules):
+    """Settings under which these rules alone make checkpoints."""
+    return {rule: rule in rules for rule in RULES}
+
+
+def text(num_tokens, first=0):
+    return list(range(first, first + num_tokens))
+
+
+def checkpoints(world):
+    """Tokens of each prefix that has a checkpoint."""
+    return sorted(one.prefix.num_tokens for one in world.kv.linear_state.slots.committed.values())
+
+
+def forget_checkpoint(world, num_tokens):
+    """As if its slot had been reclaimed."""
+    slots = world.kv.linear_state.slots
+    [name] = [k for k, one in slots.committed.items() if one.prefix.num_tokens == num_tokens]
+    one = slots.committed.pop(name)
+    del slots._checkpoints[one.slot], slots._recent[one.slot]
+    slots._ledger.give_back_one(one.slot)
+    world.overwrite()
+
+
+def books(world):
+    """Everything that a refused call must leave as it was, the orders of eviction included."""
+    kv = world.kv
+    slots, order = kv.linear_state.slots, kv.block_manager._cache._order
+    return (
+        kv.rank_stats(),
+        slots._ledger.counts.tolist(),
+        list(slots._recent),
+        list(slots.committed),
+        kv.block_manager._ledger.counts.tolist(),
+        [(run.index, run.length) for run in order._queue],
+        list(order._stamps),
+        kv.single_block_manager._ledger.counts.tolist(),
+    )
+
+
+def is_blank(sequence):
+    return (
+        sequence.dp_rank is sequence.single_block_id is sequence.linear_state_slot is None
+        and sequence.kv_state.num_blocks == sequence.kv_state.num_computed_tokens == 0
+        and sequence.kv_state.checkpoint_stops == ()
+    )
+
+
+def fill(world, count=None):
+    """Running sequences that share nothing, until no more are admitted."""
+    made = []
+    while count is None or len(made) < count:
+        sequence = world.admit(text(2, 1000 + 10 * len(world.held())))
+        if sequence is None:
+            return made
+        made.append(sequence)
+    return made

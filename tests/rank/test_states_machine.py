@@ -101,10 +101,18 @@ class StatesMachine(RuleBasedStateMachine):
         running = [one for one in self.world.held() if one.driver_id == driver]
         new = [self.new(tokens, space, driver) for tokens in prompts]
         cache = self.kv.linear_state
-        before = cache.num_live_slots, cache.num_pending, cache.num_checkpoints, list(cache.slots._recent)
+        before = (
+            cache.num_live_slots,
+            cache.num_pending,
+            cache.num_checkpoints,
+            list(cache.slots._recent),
+        )
         if not self.world.allocate([*running, *new]):
             assert before == (
-                cache.num_live_slots, cache.num_pending, cache.num_checkpoints, list(cache.slots._recent)
+                cache.num_live_slots,
+                cache.num_pending,
+                cache.num_checkpoints,
+                list(cache.slots._recent),
             )
             assert all(one.single_block_id is one.linear_state_slot is None for one in new)
 
