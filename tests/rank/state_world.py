@@ -1,7 +1,7 @@
 """A rank whose sequences have recurrent state, and a memory that says what lies at each address.
 
 ``StateWorld`` plays the workers: it computes, does the copies that the rank asks for, and
-overwrites whatever nobody holds. What must lie at an address is known from tokens and weights alone.
+overwrites whatever nobody holds. What must lie at an address is known from tokens and weights.
 """
 
 from __future__ import annotations

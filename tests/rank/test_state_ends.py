@@ -93,6 +93,38 @@ def test_what_is_acknowledged_late_is_not_taken_for_a_later_boundary(make_world)
     assert checkpoints(world) == []
 
 
+def test_nor_is_that_boundary_taken_for_copied_before_it_is():
+    """Of the two copies that were fetched one is done when the sequence ends."""
+    world = StateWorld(make_rank(match="deepest", **only("at_generation_end")), split=True)
+    sequence = world.admit(text(5))
+    world.prefill(sequence)
+    for count in (3, 4):
+        for _ in range(count):
+            sequence.append(1)
+            assert world.allocate([sequence])
+            world.compute(sequence, how="late")
+        world.kv.checkpoint([sequence])
+        if count == 3:
+            world.take()
+            world.execute()
+    world.acknowledge()
+    assert len(world.take()) == 1
+    world.release(sequence)
+    assert checkpoints(world) == []
+    world.execute()
+    world.acknowledge()
+    assert checkpoints(world) == [12]
+    world.check()
+
+
+def test_a_fork_that_ends_before_its_state_is_copied_leaves_nothing(make_world):
+    world = make_world(**only("at_generation_end"))
+    parent = world.admit(text(8))
+    world.compute(parent)
+    world.release(world.fork(parent))
+    assert checkpoints(world) == []
+
+
 def test_a_reservation_that_is_given_up_is_not_written_to_any_more(make_world):
     """Neither by a copy that is due nor, before it is done, handed to somebody else."""
     world = make_world(num_slots=6, max_num_seqs=5, **only("at_generation_end"))
