@@ -84,8 +84,8 @@ def demo(
     model_class: Annotated[
         str | None,
         typer.Option(
-            help="Instead, a hybrid of random weights, whose prefixes need checkpoints of recurrent "
-            "state: qwen3_5-tiny, qwen3_next-tiny or qwen3_5-50m.",
+            help="Instead, a hybrid of random weights, whose prefixes need checkpoints of their "
+            "recurrent state: qwen3_5-tiny, qwen3_next-tiny or qwen3_5-50m.",
             show_default=False,
         ),
     ] = None,
