@@ -55,6 +55,12 @@ def test_a_dropped_reservation_gives_its_slot_back(cache):
     assert save(cache, b"a")  # the hash is free, too
 
 
+def test_a_hash_can_be_reserved_as_soon_as_its_reservation_is_dropped(cache):
+    dropped = cache.reserve_checkpoint(b"a")
+    del dropped
+    assert cache.reserve_checkpoint(b"a") is not None
+
+
 def test_a_known_hash_takes_no_slot(cache):
     slot = save(cache, b"a")
     before = counters(cache)
