@@ -115,17 +115,17 @@ class LinearStatePrefixCache:
         if known is not None:
             if not self._check(known, prefix):
                 return None
-            return Reservation(slots, known, None)
+            return Reservation(slots, known, existing=True)
         claim = slots.claims.get(prefix_hash)
         if claim is not None:
             if self._check(claim, prefix):
                 self.num_coalesced_total += 1
             return None
-        reserved = slots.reserve(prefix_hash, prefix)
-        if reserved is None:
+        claim = slots.reserve(prefix_hash, prefix)
+        if claim is None:
             self._skip(prefix_hash)
             return None
-        return Reservation(slots, *reserved)
+        return Reservation(slots, claim, existing=False)
 
     def commit(self, reservation: Reservation) -> int:
         """Let a prefix's state be matched: it is written to the reserved slot.
@@ -152,15 +152,16 @@ class LinearStatePrefixCache:
         slots.settle()
         claim = reservation.claim
         known = slots.committed.get(claim.prefix_hash)
+        is_valid = reservation.existing or slots.claims.get(claim.prefix_hash) is claim
+        if is_valid and known is None and not reservation.existing:
+            reservation.is_done = True
+            slots.commit(claim)
+            self._count_committed(claim.prefix_hash)
+            return claim.slot
         slot = 0
-        if reservation.existing or slots.claims.get(claim.prefix_hash) is claim:
-            if known is None and not reservation.existing:
-                slots.commit(claim)
-                self._count_committed(claim.prefix_hash)
-                slot = claim.slot
-            elif known is not None and self._check(known, claim.prefix):
-                slots.refresh(known)
-                slot = known.slot
+        if is_valid and known is not None and self._check(known, claim.prefix):
+            slots.refresh(known)
+            slot = known.slot
         reservation.release()
         return slot
 
@@ -241,7 +242,7 @@ class LinearStatePrefixCache:
             if fresh is None:
                 self._skip(prefix_hash)
                 return None
-        pin = slots.promote(live, Checkpoint(prefix_hash, live, prefix), fresh)
+        pin = slots.promote(live, prefix_hash, prefix, fresh)
         sequence.linear_state_slot = fresh
         self._count_committed(prefix_hash)
         return pin

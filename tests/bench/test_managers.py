@@ -58,9 +58,9 @@ def test_the_workbench_of_recurrent_state_keeps_as_many_checkpoints_as_it_says()
     bench.acquire_and_release()
     assert bench.cache.num_reclaimed_total == 1
     bench.match_and_release(bench.known())
-    bench.promote(bench.fresh_name(), final=True)
+    bench.promote(bench.fresh_name(), final=True).release()
     assert (bench.cache.num_hits_total, bench.cache.num_live_slots) == (1, 0)
-    bench.promote(bench.fresh_name(), final=False)
+    bench.promote(bench.fresh_name(), final=False).release()
     assert bench.cache.num_live_slots == 1
     bench.cache.check_integrity()
 
