@@ -25,6 +25,7 @@ def make_rank(num_blocks=40, block_size=SIZE, num_slots=12, max_num_seqs=4, dp_r
     states = {key: value for key, value in settings.items() if key not in known}
     others = {key: value for key, value in settings.items() if key in known}
     states.setdefault("stride_tokens", block_size)
+    states.setdefault("match", "contiguous" if states.get("at_stride", True) else "deepest")
     config = PoolConfig(
         num_blocks=num_blocks,
         block_size=block_size,

@@ -54,7 +54,7 @@ class StatesMachine(RuleBasedStateMachine):
             max_num_seqs=num_seqs,
             num_slots=num_seqs + 1 + num_more_slots,
             stride_tokens=stride_blocks * block_size,
-            match=match,
+            match=match if rules[0] else "deepest",
             **dict(zip(names, rules, strict=True)),
         )
         self.world = StateWorld(kv, split=self.IS_SPLIT)
