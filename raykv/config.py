@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 import os
-import re
-from collections.abc import Iterator
 from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from raykv.config_model import FrozenModel
 from raykv.errors import ConfigError
 
 Dtype = Literal["float32", "float16", "bfloat16"]
@@ -28,17 +26,7 @@ _LATER = {
 }
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-    def __init__(self, /, **values: Any) -> None:
-        try:
-            super().__init__(**values)
-        except ValidationError as error:
-            raise ConfigError("; ".join(_explain(error))) from None
-
-
-class RoutingConfig(_Model):
+class RoutingConfig(FrozenModel):
     """How the pool chooses a rank for a sequence.
 
     Attributes:
@@ -59,7 +47,7 @@ class RoutingConfig(_Model):
         return policy
 
 
-class MemoryConfig(_Model):
+class MemoryConfig(FrozenModel):
     """The KV buffers of each rank.
 
     Attributes:
@@ -91,7 +79,7 @@ class MemoryConfig(_Model):
         return self.num_layers is not None
 
 
-class LinearStateConfig(_Model):
+class LinearStateConfig(FrozenModel):
     """The recurrent state of a hybrid model's sequences, and the checkpoints that prefixes need.
 
     Attributes:
@@ -122,7 +110,7 @@ class LinearStateConfig(_Model):
     at_branch: bool = True
 
 
-class ModelConfig(_Model):
+class ModelConfig(FrozenModel):
     """The language model that each rank serves with the built-in engine.
 
     Attributes:
@@ -137,7 +125,7 @@ class ModelConfig(_Model):
     num_threads: int = Field(1, ge=1)
 
 
-class RayConfig(_Model):
+class RayConfig(FrozenModel):
     """Resources and time limits of the rank actors.
 
     Attributes:
@@ -184,7 +172,7 @@ class RayConfig(_Model):
         return self
 
 
-class PoolConfig(_Model):
+class PoolConfig(FrozenModel):
     """Everything that a pool is made from.
 
     Attributes:
@@ -293,6 +281,12 @@ class PoolConfig(_Model):
                 f"ends of blocks: give a multiple of block_size {self.block_size}, such as "
                 f"{below or self.block_size}"
             )
+        if states.match == "contiguous" and not states.at_stride:
+            raise ValueError(
+                "linear_state.match is contiguous, which uses checkpoints at the stride alone, but "
+                "at_stride is False, so nothing would be reused: choose match deepest, or leave "
+                "at_stride out"
+            )
         if states.num_slots <= self.max_num_seqs:
             raise ValueError(
                 f"linear_state.num_slots is {states.num_slots} for max_num_seqs "
@@ -361,36 +355,3 @@ class PoolConfig(_Model):
         if self.hash_seed is not None:
             return self
         return self.model_copy(update={"hash_seed": os.urandom(16)})
-
-
-def _explain(error: ValidationError, section: tuple[str, ...] = ()) -> Iterator[str]:
-    """One clear line per bad setting: its key, its value and what would do."""
-    for item in error.errors():
-        where = (*section, *(str(part) for part in item["loc"]))
-        key = ".".join(where)
-        fault = item.get("ctx", {}).get("error")
-        inner = fault.__context__ if isinstance(fault, ConfigError) else None
-        if isinstance(inner, ValidationError):  # a section's, which _Model.__init__ translated
-            yield from _explain(inner, where)
-        elif item["type"] == "extra_forbidden":
-            yield f"{key}: unknown setting; {_known(error.title, where[-1])}"
-        elif item["type"] == "missing":
-            yield f"{key}: is required"
-        elif item["type"] == "value_error":
-            message = item["msg"].removeprefix("Value error, ")
-            yield f"{key}: {message}" if key else message
-        elif item["type"] == "model_type":
-            yield f"{key}: must hold settings of its own, got {item['input']!r}"
-        else:
-            rule = re.split(", (?:got|unable) ", item["msg"].replace("Input should", "must"))[0]
-            value = "a secret that is not shown" if key == "hash_seed" else repr(item["input"])
-            yield f"{key}: {rule}, got {value}"
-
-
-def _known(model: str, key: str) -> str:
-    """The setting of a model that was meant, or all there are."""
-    names = next(
-        list(each.model_fields) for each in _Model.__subclasses__() if each.__name__ == model
-    )
-    close = difflib.get_close_matches(key, names, n=1)
-    return f"did you mean {close[0]}?" if close else f"known here: {', '.join(names)}"

@@ -247,6 +247,7 @@ class RankStates:
 
     def counters(self) -> dict[str, int]:
         """What RankStats says of it."""
+        checkpoint_bytes = 0 if self.buffers is None else self.buffers.checkpoint_bytes
         return {
             "num_free_state_slots": self.cache.num_free_slots,
             "num_live_state_slots": self.cache.num_live_slots,
@@ -254,6 +255,7 @@ class RankStates:
             "state_hits_total": self.num_resumed_total,
             "state_checkpoints_total": self.cache.num_committed_total,
             "state_skipped_total": self.cache.num_skipped_total,
+            "state_bytes": self.cache.num_checkpoints * checkpoint_bytes,
         }
 
     def live_index(self, sequence: Sequence) -> int:

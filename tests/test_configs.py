@@ -47,6 +47,7 @@ def read(tmp_path, text):
 def test_the_files_are_those_we_know():
     assert sorted(path.name for path in CONFIGS.iterdir()) == [
         "bookkeeping.yaml",
+        "hybrid.yaml",
         "local.yaml",
         "multi_node.yaml",
         "one_gpu.yaml",
@@ -55,6 +56,13 @@ def test_the_files_are_those_we_know():
 
 def test_local_is_what_the_demo_runs_by_itself():
     assert PoolConfig.from_yaml(CONFIGS / "local.yaml") == pool_config(DemoOptions())
+
+
+def test_hybrid():
+    config = PoolConfig.from_yaml(CONFIGS / "hybrid.yaml")
+    assert config.linear_state.match == "deepest"
+    assert config.linear_state.num_slots > 4 * config.max_num_seqs
+    assert config.model.path == "qwen3_5-tiny"
 
 
 def test_one_gpu():
@@ -202,6 +210,29 @@ def test_every_fault_is_named_at_once():
 def test_contradictions_are_refused(values, parts):
     message = refusal(**values)
     assert all(part in message for part in parts), message
+
+
+@pytest.mark.parametrize(
+    ("states", "parts"),
+    [
+        ({"num_slots": 8, "stride_tokens": 40}, ["stride_tokens is 40", "block_size 16", "as 32"]),
+        ({"num_slots": 4}, ["num_slots is 4", "max_num_seqs 4", "at least 5"]),
+        ({}, ["linear_state.num_slots: is required"]),
+        ({"num_slots": 8, "slots": 1}, ["linear_state.slots: unknown", "num_slots"]),
+        ({"num_slots": 8, "match": "longest"}, ["linear_state.match", "'deepest'", "'longest'"]),
+        ({"num_slots": 8, "at_stride": False}, ["at_stride", "contiguous", "deepest"]),
+    ],
+)
+def test_impossible_state_slots_are_refused(states, parts):
+    message = refusal(max_num_seqs=4, linear_state=states)
+    assert all(part in message for part in parts), message
+
+
+def test_state_slots_can_be_switched_off():
+    off = {"enable": False, "num_slots": 2}
+    assert not PoolConfig(num_blocks=8, linear_state=off).has_linear_state
+    assert PoolConfig(num_blocks=8, max_num_seqs=1, linear_state={"num_slots": 2}).has_linear_state
+    assert not PoolConfig(num_blocks=8).has_linear_state
 
 
 @pytest.mark.parametrize("key", ["manager_types", "xtensor", "host", "store"])

@@ -56,6 +56,7 @@ def checks_of(evidence: Evidence) -> tuple[Check, ...]:
             logits.can_tell,
             f"difference {logits.corrupted_diff:.1e}, more than {MIN_CORRUPTED_DIFF:.0e}",
         ),
+        *_state_checks(logits),
         Check(
             "first tokens were cold, then warm",
             num_valid == len(samples),
@@ -64,9 +65,19 @@ def checks_of(evidence: Evidence) -> tuple[Check, ...]:
         Check(
             "no block is held after the last answer",
             leaked == 0,
-            f"{leaked} used or pending over all ranks of both runs; their books balance",
+            f"{leaked} used or pending over all ranks of both runs, live state slots included; "
+            "their books balance",
         ),
     )
+
+
+def _state_checks(logits: LogitCheck) -> tuple[Check, ...]:
+    """For models with recurrent state: whether a wrong one would be noticed."""
+    diff = logits.lost_state_diff
+    if diff is None:
+        return ()
+    detail = f"difference {diff:.1e}, more than {MIN_CORRUPTED_DIFF:.0e}"
+    return (Check("a state that was zeroed is noticed", diff > MIN_CORRUPTED_DIFF, detail),)
 
 
 def _agreement(name: str, verdict: Verdict) -> Check:

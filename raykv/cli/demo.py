@@ -22,7 +22,7 @@ from .play import Phase, Served, converse, replay
 from .prompts import ChatFormat
 from .reference import Reference
 from .results import Figures, Report
-from .settings import DemoOptions, one_rank, pool_config
+from .settings import DemoOptions, one_rank, pool_config, with_checkpoints
 from .verify import Pair, Verdict, compare
 from .workload import Workload, make_workload
 
@@ -66,6 +66,8 @@ def make_plan(options: DemoOptions, steps: Steps) -> Plan:
     with steps.step(f"model {path}") as update:
         folder = fetch(path, update)
         chat = ChatFormat(_tokenizer(path), workload.system)
+        if _keeps_state(folder):
+            config = with_checkpoints(config)
         update(None, folder)
     workload.check(chat, config.max_tokens_per_sequence)
     return Plan(config, workload, chat)
@@ -117,6 +119,16 @@ def fetch(path: str, update: Update) -> str:
 
     folder = pull(path, on_progress=report) if path in known_names() else resolve_model(path)
     return str(folder)
+
+
+def _keeps_state(folder: str) -> bool:
+    """Whether a model's layers keep recurrent state, as its config says."""
+    import transformers  # noqa: PLC0415 - seconds to import
+
+    from raykv.engine.hf_support import text_config  # noqa: PLC0415
+    from raykv.engine.linear_attention import linear_layers  # noqa: PLC0415
+
+    return bool(linear_layers(text_config(transformers.AutoConfig.from_pretrained(folder))))
 
 
 def _tokenizer(path: str) -> Any:
@@ -238,6 +250,11 @@ def _report(plan: Plan, evidence: Evidence, wall_s: float) -> Report:
         leaked_blocks=evidence.num_leaked_blocks,
         preemptions=sum(item.output.num_preempted for item in cached.served),
         evicted_blocks=sum(rank.num_evicted_blocks_total for rank in cached.drained),
+        state_hits=sum(rank.state_hits_total for rank in cached.drained),
+        state_checkpoints=sum(rank.state_checkpoints_total for rank in cached.drained),
+        state_skipped=sum(rank.state_skipped_total for rank in cached.drained),
+        state_bytes=sum(rank.state_bytes for rank in cached.drained),
+        lost_state_logit_diff=evidence.logits.lost_state_diff,
         misses=dict(Counter(miss.reason for miss in misses).most_common()),
         workload_sha256=plan.workload.sha256,
         checks_failed=tuple(check.name for check in checks if not check.ok),

@@ -29,12 +29,15 @@ class LogitCheck:
         max_diff: cold against warm, which must be rounding.
         corrupted_diff: cold against warm after one cached block was overwritten with noise, which
             must show.
+        lost_state_diff: cold against warm after all checkpoints of recurrent state were zeroed,
+            which must show; None for models that have none.
     """
 
     num_prompt_tokens: int
     num_shared_tokens: int
     max_diff: float
     corrupted_diff: float
+    lost_state_diff: float | None = None
 
     @property
     def is_equal(self) -> bool:
@@ -53,11 +56,13 @@ class LogitCheck:
         Args:
             checks: at least one.
         """
+        lost = [check.lost_state_diff for check in checks if check.lost_state_diff is not None]
         return cls(
             sum(check.num_prompt_tokens for check in checks),
             sum(check.num_shared_tokens for check in checks),
             max(check.max_diff for check in checks),
             min(check.corrupted_diff for check in checks),
+            min(lost, default=None),
         )
 
 
@@ -84,7 +89,7 @@ class _Recorder:
 
 
 def check_logits(engine: Engine, prompt: Sequence[int], seed: int = 0) -> LogitCheck:
-    """Prefill a prompt with an empty cache, from the cache, and from a cache with one bad block.
+    """Prefill a prompt with an empty cache, from the cache, and from caches with one bad part.
 
     Leaves the engine's cache empty.
 
@@ -99,7 +104,7 @@ def check_logits(engine: Engine, prompt: Sequence[int], seed: int = 0) -> LogitC
     model, recorder = engine.model, _Recorder(engine.model)
     engine.model = recorder
     try:
-        manager.reset_prefix_cache()
+        engine.kv.reset_prefix_cache()
         cold, _ = _prefill(engine, recorder, tokens)
         warm, num_shared = _prefill(engine, recorder, tokens)
         with manager.allocate_shared(tokens[:-1]) as shared:
@@ -107,10 +112,28 @@ def check_logits(engine: Engine, prompt: Sequence[int], seed: int = 0) -> LogitC
         noise = np.random.default_rng(seed).standard_normal(buffers.storage.shape[1:])
         buffers.storage[middle] = noise
         corrupted, _ = _prefill(engine, recorder, tokens)
+        lost_state_diff = None
+        if engine.kv.states is not None:
+            lost_state_diff = _diff(cold, _without_states(engine, recorder, tokens))
     finally:
         engine.model = model
-        manager.reset_prefix_cache()
-    return LogitCheck(len(tokens), num_shared, _diff(cold, warm), _diff(cold, corrupted))
+        engine.kv.reset_prefix_cache()
+    return LogitCheck(
+        len(tokens), num_shared, _diff(cold, warm), _diff(cold, corrupted), lost_state_diff
+    )
+
+
+def _without_states(
+    engine: Engine, recorder: _Recorder, tokens: NDArray[np.int32]
+) -> NDArray[np.float32]:
+    """The logits of a prompt that goes on from a checkpoint of nothing but zeros."""
+    buffers = engine.kv.state_buffers
+    assert buffers is not None, "a model with recurrent state has memory for it"
+    engine.kv.reset_prefix_cache()
+    _prefill(engine, recorder, tokens)
+    slots = np.arange(1, buffers.num_slots)
+    buffers.copy(np.zeros_like(slots), slots)  # from the padding slot, which is zeros
+    return _prefill(engine, recorder, tokens)[0]
 
 
 def _prefill(

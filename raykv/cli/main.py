@@ -81,6 +81,14 @@ def demo(
         str | None,
         typer.Option(help="smollm2, a Hugging Face folder, or a hub id.", show_default="smollm2"),
     ] = None,
+    model_class: Annotated[
+        str | None,
+        typer.Option(
+            help="Instead, a hybrid of random weights, whose prefixes need checkpoints of their "
+            "recurrent state: qwen3_5-tiny, qwen3_next-tiny or qwen3_5-50m.",
+            show_default=False,
+        ),
+    ] = None,
     conversations: Annotated[
         Path | None,
         typer.Option(
@@ -131,7 +139,16 @@ def demo(
 
     quiet_libraries()
     options = DemoOptions(
-        model, conversations, config, ranks, num_blocks, block_size, max_tokens, quick, eviction
+        model,
+        conversations,
+        config,
+        ranks,
+        num_blocks,
+        block_size,
+        max_tokens,
+        quick,
+        eviction,
+        model_class,
     )
     from .demo_command import demo_command, profile_command  # noqa: PLC0415
 

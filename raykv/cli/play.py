@@ -84,8 +84,11 @@ class Phase:
 
     @property
     def num_leaked_blocks(self) -> int:
-        """Blocks that somebody still holds although everything was answered."""
-        return sum(rank.num_used_blocks + rank.num_pending_blocks for rank in self.drained)
+        """Blocks and live state slots that are still held although everything was answered."""
+        return sum(
+            rank.num_used_blocks + rank.num_pending_blocks + rank.num_live_state_slots
+            for rank in self.drained
+        )
 
 
 class Player:

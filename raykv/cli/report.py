@@ -47,12 +47,21 @@ def figures_table(figures: Figures) -> RenderableType:
     computed = f.prompt_tokens - f.hit_tokens
     first_token_gain = _ratio(f.ttft_cold_ms, f.ttft_warm_ms)
     speed_gain = _ratio(f.tokens_per_s, f.tokens_per_s_no_cache)
+    states: tuple[tuple[str, str, str, str], ...] = ()
+    if f.state_checkpoints or f.state_skipped:
+        states = (
+            ("requests resumed from a state", f"{f.state_hits:,}", "0", ""),
+            ("  checkpoints taken", f"{f.state_checkpoints:,}", "0",
+             f"{f.state_skipped:,} found no slot"),
+            ("  kept in the end, MB", f"{f.state_bytes / 1e6:,.1f}", "0", ""),
+        )  # fmt: skip
     for row in (
         ("requests", f"{f.requests:,}", f"{f.requests:,}", ""),
         ("prompt tokens", f"{f.prompt_tokens:,}", f"{f.prompt_tokens:,}", ""),
         ("  computed", f"{computed:,}", f"{f.prompt_tokens:,}", ""),
         ("  not computed again", f"{f.hit_tokens:,}", "0", f"{f.hit_rate:.1%} hit rate"),
         ("cached blocks evicted", f"{f.evicted_blocks:,}", "", ""),
+        *states,
         ("time to first token, ms", f"{f.ttft_warm_ms:,.0f}", f"{f.ttft_cold_ms:,.0f}",
          first_token_gain),
         ("generated tokens/s", f"{f.tokens_per_s:.1f}", f"{f.tokens_per_s_no_cache:.1f}",

@@ -53,6 +53,13 @@ class Figures:
         leaked_blocks: blocks still held after everything was answered.
         preemptions: times that a sequence lost its memory.
         evicted_blocks: cached blocks that were taken for others, with the prefix cache on.
+        state_hits: requests that went on from a checkpoint of recurrent state; 0 for models that
+            have none, as the next ones.
+        state_checkpoints: checkpoints that were taken.
+        state_skipped: those that found no slot.
+        state_bytes: bytes of the checkpoints that were kept in the end.
+        lost_state_logit_diff: as corrupted_logit_diff, with the state zeroed instead; None for
+            models that have none.
         misses: why hits ended where they did, requests by reason.
         workload_sha256: names what was asked.
         checks_failed: names of the checks that do not hold.
@@ -83,6 +90,11 @@ class Figures:
     leaked_blocks: int
     preemptions: int
     evicted_blocks: int
+    state_hits: int
+    state_checkpoints: int
+    state_skipped: int
+    state_bytes: int
+    lost_state_logit_diff: float | None
     misses: dict[str, int]
     workload_sha256: str
     checks_failed: tuple[str, ...]

@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from raykv.config import PoolConfig
+from raykv.config import LinearStateConfig, PoolConfig
 from raykv.errors import ConfigError, NotSupportedError
+
+_STRIDE_TOKENS = 256  # one step's work
+_NUM_CHECKPOINTS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +20,7 @@ class DemoOptions:
 
     Attributes:
         model: a known name, a folder or a hub id.
+        model_class: the name of a model of random weights, instead of a model.
         conversations: a file of conversations.
         config: a YAML file of a PoolConfig; options win over it.
         ranks: dp_size.
@@ -36,6 +40,7 @@ class DemoOptions:
     max_tokens: int | None = None
     quick: bool = False
     eviction: str | None = None
+    model_class: str | None = None
 
 
 def pool_config(options: DemoOptions) -> PoolConfig:
@@ -59,8 +64,9 @@ def pool_config(options: DemoOptions) -> PoolConfig:
     # Short steps: the first request publishes the system prompt before the others are admitted.
     model.setdefault("max_num_batched_tokens", 256)
     model.setdefault("path", "smollm2")
-    if options.model is not None:
-        model["path"] = options.model
+    path = _model_path(options)
+    if path is not None:
+        model["path"] = path
     memory = dict(values.get("memory") or {})
     memory.setdefault("device", "cpu")
     if memory.get("dtype", "float32") != "float32":
@@ -68,10 +74,45 @@ def pool_config(options: DemoOptions) -> PoolConfig:
             f"memory.dtype is {memory['dtype']}, but the demo compares logits to 1e-4: "
             "use float32, or leave it out"
         )
+    states = values.get("linear_state") or {}
+    if states.get("checkpoint_dtype", "float32") != "float32":
+        raise NotSupportedError(
+            f"linear_state.checkpoint_dtype is {states['checkpoint_dtype']}, which rounds, but the "
+            "demo compares logits to 1e-4: use float32, or leave it out"
+        )
     try:
         return PoolConfig(**{**values, "model": model, "memory": memory})
     except ConfigError as error:
         raise ConfigError(_in_option_names(str(error))) from None
+
+
+def with_checkpoints(config: PoolConfig) -> PoolConfig:
+    """The same configuration for a model with recurrent state: with slots, unless it has some."""
+    if config.linear_state is not None:
+        return config
+    stride = max(1, _STRIDE_TOKENS // config.block_size) * config.block_size
+    states = LinearStateConfig(
+        num_slots=config.num_single_blocks + _NUM_CHECKPOINTS, match="deepest", stride_tokens=stride
+    )
+    return config.model_copy(update={"linear_state": states})
+
+
+def _model_path(options: DemoOptions) -> str | None:
+    if options.model_class is None:
+        return options.model
+    from raykv.engine.random_models import RANDOM_MODELS  # noqa: PLC0415 - costs time to import
+
+    if options.model is not None:
+        raise ConfigError(
+            f"--model {options.model} and --model-class {options.model_class} are both given: "
+            "choose one"
+        )
+    if options.model_class not in RANDOM_MODELS:
+        raise ConfigError(
+            f"--model-class {options.model_class!r} is not known: choose one of "
+            f"{', '.join(RANDOM_MODELS)}"
+        )
+    return options.model_class
 
 
 def one_rank(config: PoolConfig, num_blocks: int, **model: Any) -> PoolConfig:
@@ -88,6 +129,8 @@ def one_rank(config: PoolConfig, num_blocks: int, **model: Any) -> PoolConfig:
         "block_size": config.block_size,
         "memory": {"device": "cpu"},
         "model": config.model.model_dump() | model,
+        "max_num_seqs": config.max_num_seqs,
+        "linear_state": config.linear_state,
     }
     return PoolConfig(**values)
 

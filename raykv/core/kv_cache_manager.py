@@ -63,6 +63,7 @@ class RankStats(Packed):
         state_hits_total: admissions that began from a checkpoint.
         state_checkpoints_total: checkpoints that were taken.
         state_skipped_total: checkpoints that found no slot.
+        state_bytes: bytes of all checkpoints as they are kept now.
     """
 
     num_total_blocks: int = 0
@@ -81,6 +82,7 @@ class RankStats(Packed):
     state_hits_total: int = 0
     state_checkpoints_total: int = 0
     state_skipped_total: int = 0
+    state_bytes: int = 0
 
     @property
     def num_available_blocks(self) -> int:

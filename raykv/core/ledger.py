@@ -97,7 +97,7 @@ class Ledger:
 
     # The same for a single id: NumPy's fixed costs are several times those of the work.
 
-    def take_one(self, weight: int = USE + REF) -> int:
+    def take_one(self, weight: int) -> int:
         """Pop one id off the free list, which must hold one, with ``REF`` or ``USE + REF``."""
         self.num_free -= 1
         self.num_used += weight >= USE

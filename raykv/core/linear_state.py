@@ -165,9 +165,8 @@ class LinearStatePrefixCache:
             )
         slots.settle()
         claim = reservation.claim
-        name = (
-            claim if prefix_hash is None else claim._replace(prefix_hash=prefix_hash, prefix=prefix)
-        )
+        name = claim if prefix_hash is None else Checkpoint(prefix_hash, claim.slot, prefix)
+
         if prefix_hash is None and claim.is_unnamed:
             raise ValueError(f"{reservation!r} was made without a name: pass the prefix's hash")
         known = slots.committed.get(name.prefix_hash)
@@ -360,9 +359,10 @@ class LinearStatePrefixCache:
         return slot
 
     def _check(self, known: Checkpoint, prefix: CheckedPrefix | None) -> bool:
-        is_same = same_prefix(known.prefix, prefix)
-        self.num_collisions_total += not is_same
-        return is_same
+        if prefix is None or same_prefix(known.prefix, prefix):
+            return True
+        self.num_collisions_total += 1
+        return False
 
     def _skip(self, prefix_hash: bytes) -> None:
         self.num_skipped_total += 1

@@ -38,10 +38,11 @@ class SingleBlockManager(LedgerBlockManager):
         """See BlockManager."""
         if operator.index(num_blocks) != 1:
             return super().allocate(num_blocks)
-        self._settle_dropped()
-        if not self._make_room(1):
+        if self.dropped:
+            self._settle_dropped()
+        if not self._ledger.num_free and not self._make_room(1):
             return None
-        return Blocks(self, self.index_of(self._ledger.take_one()), USE + REF)
+        return Blocks(self, self.index_of(self._ledger.take_one(USE + REF)), USE + REF)
 
     def make_handle(self, ids: Index, weight: int, *, unique: bool = True) -> Blocks:
         """One more handle of blocks that are held by one already."""
@@ -51,6 +52,12 @@ class SingleBlockManager(LedgerBlockManager):
         self._ledger.add_one(ids.item(), weight)
         return Blocks(self, ids, weight, unique=unique)
 
+    def drop(self, ids: Index, weight: int, *, unique: bool) -> None:
+        """Take a handle's references or uses off the books."""
+        if self.dropped:
+            self._settle_dropped()
+        self._drop(ids, weight, unique)
+
     def index_of(self, block_id: int) -> Index:
         """The index of one id, int64 [1], read-only."""
         return self._every_id[block_id : block_id + 1]
@@ -58,11 +65,16 @@ class SingleBlockManager(LedgerBlockManager):
     def _drop(self, ids: Index, weight: int, unique: bool) -> None:  # noqa: FBT001
         if len(ids) != 1:
             super()._drop(ids, weight, unique)
-        elif self._ledger.subtract_one(ids.item(), weight):
-            self._unreferenced(ids)
+            return
+        block_id = ids.item()
+        if self._ledger.subtract_one(block_id, weight):
+            self._let_go(block_id)
 
-    def _give_back(self, ids: Index) -> None:
-        if len(ids) == 1:
-            self._ledger.give_back_one(ids.item())
-        else:
-            super()._give_back(ids)
+    def _unreferenced(self, ids: Index) -> None:
+        # Last first, so that the next that are taken come in this order.
+        for block_id in ids[::-1].tolist():
+            self._let_go(block_id)
+
+    def _let_go(self, block_id: int) -> None:
+        """The last handle of this id is gone."""
+        self._ledger.give_back_one(block_id)

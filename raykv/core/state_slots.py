@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from raykv.errors import DoubleFreeError, IntegrityError
 
@@ -23,8 +24,9 @@ if TYPE_CHECKING:
 _UNNAMED = b"a prefix that still grows "  # longer than hashes are, and not equal to any
 
 
-class Checkpoint(NamedTuple):
-    """A slot and the prefix whose state it holds, or will hold. Compared by identity."""
+@dataclass(slots=True, eq=False)  # not frozen: that takes three times as long to make
+class Checkpoint:
+    """A slot and the prefix whose state it holds, or will hold; never changed."""
 
     prefix_hash: bytes
     slot: int
@@ -68,7 +70,7 @@ class StateSlots(SingleBlockManager):
         self._num_unnamed = 0
         # The handles that a live slot was given out in. Weak: one that nobody keeps gives its slot
         # back.
-        self._handles: dict[int, list[weakref.ref[Blocks]]] = {}
+        self._handles: dict[int, tuple[weakref.ref[Blocks], ...]] = {}
 
     # -- live slots -----------------------------------------------------------------------------
 
@@ -94,7 +96,9 @@ class StateSlots(SingleBlockManager):
 
     def num_uses(self, slot: int) -> int:
         """Handles, or detached handles, for which a slot is live; 0 for what is no slot."""
-        return self._ledger.count_of(slot) // USE if 0 < slot < len(self._every_id) else 0
+        if not 0 < slot < len(self._every_id):
+            return 0
+        return max(self._ledger.count_of(slot), 0) // USE
 
     def give_back_live(self, slot: int) -> None:
         """Drop the use that ``allocate`` gave of a live slot, in its handle or detached.
@@ -110,7 +114,8 @@ class StateSlots(SingleBlockManager):
         holder = self._holder(slot)
         if holder is not None:
             holder.replace(slot, NO_INDEX)
-        self._drop(self.index_of(slot), USE + REF, unique=True)
+        if self._ledger.subtract_one(slot, USE + REF):
+            self._let_go(slot)
 
     # -- checkpoints ----------------------------------------------------------------------------
 
@@ -122,7 +127,7 @@ class StateSlots(SingleBlockManager):
         Returns:
             What it will be, and the only handle; None without a slot to be had.
         """
-        if not self._make_room(1):
+        if not self._has_room():
             return None
         slot = self._ledger.take_one(REF)
         claim = Checkpoint(prefix_hash, slot, prefix)
@@ -151,25 +156,24 @@ class StateSlots(SingleBlockManager):
             A pin of the checkpoint.
         """
         holder = self._holder(live)
-        self._handles.pop(live, None)
         if holder is not None:
-            if fresh is None:
-                holder.replace(live, NO_INDEX)
-            else:
-                holder.replace(live, self.index_of(fresh))
-                self._handles[fresh] = [weakref.ref(holder)]
+            holder.replace(live, NO_INDEX if fresh is None else self.index_of(fresh))
+            if fresh is not None:
+                self._handles[fresh] = (weakref.ref(holder),)
+        self._handles.pop(live, None)
         self._ledger.subtract_one(live, USE)
         self._publish(checkpoint)
         return Blocks(self, self.index_of(live), REF)
 
     def take_live(self) -> int | None:
         """Take one live slot without a handle."""
-        return self._ledger.take_one() if self._make_room(1) else None
+        return self._ledger.take_one(USE + REF) if self._has_room() else None
 
     def hold(self, checkpoint: Checkpoint) -> Blocks:
         """A pin of a committed checkpoint."""
         slot = checkpoint.slot
-        self._queue(checkpoint).pop(slot, None)
+        if not self._ledger.count_of(slot):
+            del self._queue(checkpoint)[slot]
         self._ledger.add_one(slot, REF)
         return Blocks(self, self.index_of(slot), REF)
 
@@ -237,7 +241,8 @@ class StateSlots(SingleBlockManager):
 
     def settle(self) -> None:
         """Take what garbage collection dropped off the books."""
-        self._settle_dropped()
+        if self.dropped:
+            self._settle_dropped()
 
     def check_integrity(self) -> None:
         """See BlockManager."""
@@ -286,51 +291,47 @@ class StateSlots(SingleBlockManager):
     def _remember(self, blocks: Blocks) -> None:
         reference = weakref.ref(blocks)
         for slot in blocks.index.tolist():
-            if slot in self._handles:
-                self._handles[slot].append(reference)
-            else:
-                self._handles[slot] = [reference]
+            self._handles[slot] = (*self._handles.get(slot, ()), reference)
 
     def _holder(self, slot: int) -> Blocks | None:
         """The handle that holds a use of a live slot; None where one was detached."""
-        holders = [
-            handle
-            for reference in self._handles.get(slot, ())
-            if (handle := reference()) is not None
-            and handle.is_use
-            and slot in handle.index.tolist()
-        ]
-        return holders[0] if len(holders) >= self.num_uses(slot) else None
+        holders = []
+        for reference in self._handles.get(slot, ()):
+            handle = reference()
+            if handle is not None and handle.is_use and slot in handle.index.tolist():
+                holders.append(handle)
+        return holders[0] if holders and len(holders) >= self.num_uses(slot) else None
 
     def _queue(self, checkpoint: Checkpoint) -> OrderedDict[int, None]:
         if self._retired_versions and _version(checkpoint) in self._retired_versions:
             return self._retired
         return self._recent
 
+    def _has_room(self) -> bool:
+        return self._ledger.num_free > 0 or self._make_room(1)
+
     def _make_room(self, num_blocks: int) -> bool:
         short = num_blocks - self._ledger.num_free
-        if short <= 0:
-            return True
         if short > len(self._recent) + len(self._retired):
             return False
         for _ in range(short):
             slot, _ = (self._retired or self._recent).popitem(last=False)
             del self.committed[self._checkpoints.pop(slot).prefix_hash]
             self._ledger.give_back_one(slot)
-        self.num_reclaimed += short
+            self.num_reclaimed += 1
         return True
 
-    def _unreferenced(self, ids: Index) -> None:
-        for slot in ids.tolist():
-            checkpoint = self._checkpoints.get(slot)
-            if checkpoint is not None:
-                self._queue(checkpoint)[slot] = None
-                continue
-            self._handles.pop(slot, None)
+    def _let_go(self, slot: int) -> None:
+        checkpoint = self._checkpoints.get(slot)
+        if checkpoint is not None:
+            self._queue(checkpoint)[slot] = None
+            return
+        self._handles.pop(slot, None)
+        if self._reserved:
             dropped = self._reserved.pop(slot, None)
             if dropped is not None and self.claims.get(dropped.prefix_hash) is dropped:
                 del self.claims[dropped.prefix_hash]
-            self._ledger.give_back_one(slot)
+        self._ledger.give_back_one(slot)
 
     def _check_returnable(self, ids: Index) -> None:
         for slot in ids.tolist():

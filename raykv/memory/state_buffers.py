@@ -201,9 +201,9 @@ class StateBuffers:
         Raises:
             ValueError: An address is out of range, the lengths differ, a target is padding or
                 repeated, or the memory is released. Nothing was written.
-            MemoryError: There is no room for scratch memory: that of a batch that reads what it
-                writes, or on CUDA of one piece of at most 256 MiB or one state, live and stored.
-                Some targets may have been written.
+            MemoryError: There is no room for scratch memory, which holds the sources that are
+                targets too, and on CUDA besides a piece of at most 256 MiB or one state, as read
+                and as written. Some targets may have been written.
         """
         num_addresses = self.num_slots + self.num_rows
         padding = (0, self.num_slots) if self._is_split else (0,)
@@ -214,14 +214,13 @@ class StateBuffers:
         self._check_not_released()
         moves = src != dst
         src, dst = src[moves], dst[moves]
-        transfers = self._transfers(src, dst)
-        if np.isin(src, dst).any():
-            staged = [self._staged(each) for each in transfers]
-            for each, states in zip(transfers, staged, strict=True):
-                write_rows(self.xp, each.target, each.target_rows, states)
-        else:
-            for each in transfers:
-                self._copy_apart(each)
+        # What the batch itself overwrites is read first; all else may be read at any time.
+        first = np.isin(src, dst)
+        early = [(each, self._staged(each)) for each in self._transfers(src[first], dst[first])]
+        for each in self._transfers(src[~first], dst[~first]):
+            self._copy_apart(each)
+        for each, states in early:
+            write_rows(self.xp, each.target, each.target_rows, states)
 
     # -- inside ---------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ import pytest
 
 from raykv.cli.logit_check import MAX_LOGIT_DIFF, LogitCheck, check_logits
 from raykv.config import PoolConfig
+from raykv.engine import random_models
 from raykv.engine.engine import Engine
 from raykv.engine.hf_runner import HFModelRunner
 from raykv.rank import RankKV
@@ -48,6 +49,28 @@ def test_the_worst_of_several():
     assert worst == LogitCheck(30, 24, 2e-4, 1e-5)
     assert not worst.is_equal
     assert not worst.can_tell
+    of_hybrids = [LogitCheck(1, 1, 0, 1, 2.0), LogitCheck(1, 1, 0, 1, 3.0)]
+    assert LogitCheck.worst(of_hybrids).lost_state_diff == 2.0
+
+
+def test_a_lost_state_shows(prompt):
+    runner = HFModelRunner(random_models.build("qwen3_5-tiny"), block_size=4)
+    config = PoolConfig(
+        num_blocks=64,
+        block_size=4,
+        max_num_seqs=2,
+        memory={"device": "cpu"},
+        model={"path": "x"},
+        linear_state={"num_slots": 8, "match": "deepest", "stride_tokens": 16},
+    )
+    kv = RankKV(config, 0, runner.kv_spec, runner.state_spec)
+    runner.bind(kv.buffers, kv.state_buffers)
+    check = check_logits(Engine(runner, kv, max_num_batched_tokens=16), prompt)
+    assert check.num_shared_tokens == 48
+    assert check.is_equal
+    assert check.can_tell
+    assert check.lost_state_diff > 100 * MAX_LOGIT_DIFF
+    assert kv.linear_state.num_free_slots == 7
 
 
 def test_a_cache_that_returns_other_blocks_is_found(engine, prompt):

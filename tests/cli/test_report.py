@@ -35,6 +35,11 @@ FIGURES = Figures(
     leaked_blocks=0,
     preemptions=0,
     evicted_blocks=7,
+    state_hits=0,
+    state_checkpoints=0,
+    state_skipped=0,
+    state_bytes=0,
+    lost_state_logit_diff=None,
     misses={"complete": 2, "diverged": 1},
     workload_sha256="e9",
     checks_failed=(),
@@ -69,6 +74,16 @@ def test_the_report_names_everything_and_fits_a_terminal():
         " 2  complete", "hit 96 tokens", " 1  diverged", "at token 21",
     ):  # fmt: skip
         assert words in text
+
+
+def test_models_with_state_show_what_it_took():
+    figures = replace(
+        FIGURES, state_hits=11, state_checkpoints=37, state_skipped=5, state_bytes=1_474_560
+    )
+    text = rendered(replace(REPORT, figures=figures))
+    for words in ("resumed from a state", " 11 ", " 37 ", "5 found no slot", "1.5"):
+        assert words in text
+    assert "state" not in rendered(REPORT).replace("by state", "")
 
 
 def test_no_terminal_no_colours():

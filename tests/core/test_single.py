@@ -89,3 +89,37 @@ def test_messages_name_the_resource():
     manager = SingleBlockManager(4, resource_name="linear-state slot")
     assert manager.resource_name == "linear-state slot"
     assert "linear-state slot" in repr(manager)
+
+
+def test_one_and_many_at_a_time_go_together():
+    manager = SingleBlockManager(8)
+    many, one = manager.allocate(3), manager.allocate(1)
+    middle = many[1:2]
+    assert (middle.ids.tolist(), many.ref_counts.tolist()) == ([2], [1, 2, 1])
+    assert manager.num_used_blocks == 4
+    many.release()
+    assert (manager.num_used_blocks, manager.num_free_blocks) == (2, 5)
+    assert manager.allocate(2).ids.tolist() == [1, 3]
+    del middle
+    twice = one.share()
+    manager.deallocate(one)
+    assert manager.num_used_blocks == 1
+    one.release()
+    assert (manager.num_used_blocks, twice.ref_counts.tolist()) == (1, [1])
+    twice.release()
+    assert manager.num_free_blocks == 7
+    manager.check_integrity()
+
+
+def test_the_index_of_an_id_cannot_be_written_to():
+    manager = SingleBlockManager(4)
+    ids = manager.allocate(1).detach()
+    with pytest.raises(ValueError, match="read-only"):
+        ids[0] = 2
+    manager.adopt(ids).release()
+    assert manager.num_free_blocks == 3
+
+
+def test_a_number_of_blocks_is_an_integer():
+    with pytest.raises(TypeError):
+        SingleBlockManager(4).allocate(1.0)

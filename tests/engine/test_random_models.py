@@ -91,7 +91,7 @@ def test_what_they_say_depends_on_the_whole_prompt(name):
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_end_tokens_are_the_tokenizers(cache, name):  # noqa: ARG001 - where the folder goes
+def test_end_tokens_are_the_tokenizers(cache, name):
     runner = HFModelRunner.load(resolve_model(name), block_size=4)
     tokenizer = random_models.tokenizer()
     assert runner.eos_token_ids == (tokenizer.eos_token_id, tokenizer.pad_token_id)
@@ -110,7 +110,7 @@ def test_the_large_one_has_about_50m_parameters():
 def test_names_are_known_and_an_old_transformers_is_told(monkeypatch):
     assert known_names() == ["smollm2", "qwen3_5-50m", "qwen3_5-tiny", "qwen3_next-tiny"]
     monkeypatch.setattr(transformers, "Qwen3_5TextConfig", None)
-    with pytest.raises(ConfigError, match="needs Qwen3_5TextConfig, which transformers .* newer"):
+    with pytest.raises(ConfigError, match=r"needs Qwen3_5TextConfig, which transformers .* newer"):
         random_models.build("qwen3_5-tiny")
 
 

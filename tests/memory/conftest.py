@@ -37,6 +37,13 @@ def make_fake_cupy(free_bytes):
         asnumpy=lambda a: a.get(),
         take=take,
         may_share_memory=np.may_share_memory,
+        where=np.where,
+        isnan=np.isnan,
+        abs=np.abs,
+        maximum=np.maximum,
+        minimum=np.minimum,
+        multiply=np.multiply,
+        rint=np.rint,
         get_default_memory_pool=lambda: SimpleNamespace(free_all_blocks=free_all_blocks),
         cuda=SimpleNamespace(
             is_available=lambda: True, runtime=SimpleNamespace(memGetInfo=get_free_and_total)
