@@ -22,7 +22,7 @@ from .visits import Visit
 BLOCK_SIZE = 16
 NUM_RUNNING = 16
 NUM_SLOTS = (64, 256, 1024, 4096)
-STRIDES = (16, 256, 512)
+STRIDES = (512, 256, 16)
 RULES = ("at_stride", "at_prompt_end", "at_generation_end", "at_branch")
 _BRANCH = (("at_branch",), ("at_stride", "at_branch"))
 SCARCE = 0.05  # KV blocks where they are scarce, over those that a trace fills at most
@@ -107,22 +107,28 @@ class Hits:
         return {"workload": values.pop("workload"), **setting, **values}
 
 
-def settings() -> list[Setting]:
-    """Those that are compared: the ceiling, policies and strides, rules, and all with little KV."""
-    main, no_stride = Setting(), Setting(without=("at_stride",))
-    others = [main, replace(main, match="contiguous"), no_stride]
+def settings(
+    *, num_slots: tuple[int, ...] = NUM_SLOTS, strides: tuple[int, ...] = STRIDES
+) -> list[Setting]:
+    """Those that are compared: the ceiling, policies and strides, rules, and all with little KV.
+
+    Args:
+        num_slots: numbers of state slots.
+        strides: tokens between checkpoints; the rules are compared at the first.
+    """
+    main = Setting(stride_tokens=strides[0], num_slots=num_slots[len(num_slots) // 2])
+    others = [main, replace(main, match="contiguous"), replace(main, without=("at_stride",))]
+
+    def each_size(*several: Setting) -> list[Setting]:
+        return [replace(each, num_slots=number) for each in several for number in num_slots]
+
     found = [Setting(match=None)]
-    found += _each_size(*others, *(replace(main, without=without) for without in _BRANCH))
+    found += each_size(*others, *(replace(main, without=without) for without in _BRANCH))
     found += [replace(main, without=(rule,)) for rule in ("at_prompt_end", "at_generation_end")]
     found += [replace(each, is_kv_scarce=True) for each in (found[0], *others)]
-    strides = [stride for stride in STRIDES[::-1] if stride != main.stride_tokens]  # cheap first
-    for stride in strides:
-        found += _each_size(*(Setting(match, stride) for match in ("contiguous", "deepest")))
+    for stride in strides[1:]:
+        found += each_size(*(Setting(match, stride) for match in ("contiguous", "deepest")))
     return found
-
-
-def _each_size(*settings: Setting) -> list[Setting]:
-    return [replace(each, num_slots=number) for each in settings for number in NUM_SLOTS]
 
 
 def measure(

@@ -1,7 +1,7 @@
 """Workloads for replays: prompts with the replies that they got, in order of arrival.
 
-Two sources: traces in Mooncake's format, which name 512-token blocks of prompts but hold no tokens,
-and recorded chats, which hold the text.
+Three sources: traces in Mooncake's format, which name 512-token blocks of prompts but hold no
+tokens; recorded chats, which hold the text; and conversations that are made up.
 """
 
 from __future__ import annotations
@@ -100,20 +100,28 @@ def load_chats(path: Path, limit: int | None = None, num_active: int = 256) -> l
     Raises:
         ConfigError: the file cannot be read or is not as described.
     """
-    waiting = iter(_conversations(path, limit))
-    active = [one for one, _ in zip(waiting, range(num_active), strict=False)]
-    visits: list[Visit] = []
-    progress: dict[int, tuple[int, int]] = {}  # by id(): turns that were played, the last visit
-    while active:
-        for turns in list(active):
-            num_played, after = progress.get(id(turns), (0, -1))
-            prompt = np.concatenate(turns[: num_played + 1])
-            visits.append(Visit(prompt, turns[num_played + 1], after))
-            progress[id(turns)] = num_played + 2, len(visits) - 1
-            if num_played + 3 >= len(turns):
-                at = next(i for i, one in enumerate(active) if one is turns)
-                active[at : at + 1] = [one for one, _ in zip(waiting, range(1), strict=False)]
-    return visits
+    return _take_turns(_conversations(path, limit), num_active)
+
+
+def make_up(num_conversations: int = 64, num_active: int = 16) -> list[Visit]:
+    """Make up conversations of two to six turns, behind one of three system prompts.
+
+    Args:
+        num_conversations: how many.
+        num_active: conversations at a time; see ``load_chats``.
+    """
+    rng = np.random.default_rng(0)
+
+    def write(low: int, high: int) -> Tokens:
+        return rng.integers(0, 1 << 20, rng.integers(low, high), dtype=np.int32)
+
+    systems = [write(200, 1500) for _ in range(3)]
+    conversations = []
+    for number in range(num_conversations):
+        first = np.concatenate((systems[number % 3], write(10, 300)))
+        rest = [write(10, 300) for _ in range(1 + 2 * int(rng.integers(1, 6)))]
+        conversations.append([first, *rest])
+    return _take_turns(conversations, num_active)
 
 
 # -- details --------------------------------------------------------------------------------------
@@ -184,6 +192,27 @@ def _resume(visit: Visit, start: int, rest: Tokens) -> Tokens:
     """What comes after the full blocks of a prompt that is continued."""
     told = np.concatenate((visit.prompt[start:], visit.reply))
     return np.concatenate((told, rest[len(told) :]))
+
+
+def _take_turns(conversations: list[list[Tokens]], num_active: int) -> list[Visit]:
+    """Conversations side by side; every second turn, from the second on, is generated."""
+    waiting = iter(conversations)
+    active = list(islice(waiting, num_active))
+    visits: list[Visit] = []
+    progress: dict[int, tuple[int, int]] = {}  # by id(): turns that were played, the last visit
+    while active:
+        going_on = []
+        for turns in active:
+            num_played, after = progress.pop(id(turns), (0, -1))
+            prompt = np.concatenate(turns[: num_played + 1])
+            visits.append(Visit(prompt, turns[num_played + 1], after))
+            if num_played + 3 < len(turns):
+                progress[id(turns)] = num_played + 2, len(visits) - 1
+                going_on.append(turns)
+            else:
+                going_on += islice(waiting, 1)
+        active = going_on
+    return visits
 
 
 def _conversations(path: Path, limit: int | None) -> list[list[Tokens]]:
