@@ -30,6 +30,11 @@ def build_rank(config: PoolConfig, dp_rank: int) -> tuple[RankKV, Engine | None]
             f"max_model_len is {config.max_model_len}, but {model.path} reaches "
             f"{runner.max_model_len} tokens: lower it"
         )
+    if runner.state_spec is None and config.has_linear_state:
+        raise ConfigError(
+            f"linear_state is configured, but no layer of {model.path} keeps a recurrent state: "
+            "leave it out"
+        )
     kv = RankKV(config, dp_rank, runner.kv_spec, runner.state_spec)
     assert kv.buffers is not None, "a spec makes buffers"
     runner.bind(kv.buffers, kv.state_buffers)
