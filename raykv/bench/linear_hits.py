@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from raykv.config import LinearStateConfig, PoolConfig
+from raykv.config import PoolConfig
 from raykv.core import Sequence
 from raykv.rank import RankKV
 
@@ -49,26 +49,36 @@ class Setting:
     without: tuple[str, ...] = ()
     is_kv_scarce: bool = False
 
+    @property
+    def name(self) -> str:
+        """What it is, in words, the number of slots apart."""
+        if self.match is None:
+            words = ["K and V alone"]
+        else:
+            words = [str(self.match), *(f"no {rule.removeprefix('at_')}" for rule in self.without)]
+            if "at_stride" not in self.without:
+                words.insert(1, f"every {self.stride_tokens}")
+        return ", ".join([*words, "little KV"] if self.is_kv_scarce else words)
+
     def config(self, visits: list[Visit], *, num_running: int = NUM_RUNNING) -> PoolConfig:
         """A rank for these visits."""
         num_filled = sum(_num_blocks(visit) for visit in visits)
         longest = max((_num_blocks(visit) for visit in visits), default=1)
         num_blocks = max(int(num_filled * SCARCE), num_running * longest // 4, longest)
-        linear_state = None
+        values: dict[str, Any] = {
+            "num_blocks": 1 + (num_blocks if self.is_kv_scarce else num_filled),
+            "block_size": BLOCK_SIZE,
+            "max_num_seqs": num_running,
+            "max_model_len": longest * BLOCK_SIZE,
+        }
         if self.match is not None:
-            linear_state = LinearStateConfig(
-                num_slots=self.num_slots,
-                match=self.match,
-                stride_tokens=self.stride_tokens,
+            values["linear_state"] = {
+                "num_slots": self.num_slots,
+                "match": self.match,
+                "stride_tokens": self.stride_tokens,
                 **{rule: rule not in self.without for rule in RULES},
-            )
-        return PoolConfig(
-            num_blocks=1 + (num_blocks if self.is_kv_scarce else num_filled),
-            block_size=BLOCK_SIZE,
-            max_num_seqs=num_running,
-            max_model_len=longest * BLOCK_SIZE,
-            linear_state=linear_state,
-        )
+            }
+        return PoolConfig(**values)
 
 
 @dataclass(frozen=True, slots=True)

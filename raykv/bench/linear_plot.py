@@ -10,13 +10,13 @@ from raykv.errors import ConfigError
 
 from .linear_hits import Hits
 
-_COLOURS = {512: "#1b7f5c", 256: "#5a6fb5", 16: "#d98c21"}
-_OTHER_COLOUR = "#a33b5b"
+_COLOURS = {512: "#1b7f5c", 256: "#5a6fb5", 16: "#d98c21", 0: "#a33b5b"}  # by stride, 0 for none
+_DRAWN = ((), ("at_stride",))  # rules that are off
 _STYLES = {"deepest": "-", "contiguous": ":"}
 
 
 def require() -> None:
-    """Raise ConfigError unless matplotlib is installed: better before minutes of work than after."""
+    """Raise ConfigError unless matplotlib is installed; better before the work than after."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("--plot needs matplotlib: pip install 'raykv[bench]'")
 
@@ -33,14 +33,16 @@ def draw(hits: list[Hits], path: Path) -> None:
 
     mpl.rcParams.update({"svg.hashsalt": "raykv", "font.size": 8})  # the same file every time
     workloads = list(dict.fromkeys(one.workload for one in hits))
-    figure = Figure(figsize=(1 + 3.8 * len(workloads), 4.2), layout="constrained")
+    figure = Figure(figsize=(1.2 + 3.6 * len(workloads), 4.2), layout="constrained")
     panels = figure.subplots(1, len(workloads), squeeze=False)[0]
     for axes, workload in zip(panels, workloads, strict=True):
         _draw_panel(axes, workload, [one for one in hits if one.workload == workload])
     handles = _legend(panels)
+    num_columns = 1 + len(workloads)
     figure.legend(
-        handles.values(), handles.keys(), loc="outside lower center", ncols=3, frameon=False
-    )
+        handles.values(), handles.keys(), loc="outside lower center", ncols=num_columns,
+        frameon=False,
+    )  # fmt: skip
     try:
         figure.savefig(path, dpi=110, metadata={"Date": None} if path.suffix == ".svg" else None)
     except (OSError, ValueError) as error:
@@ -48,22 +50,20 @@ def draw(hits: list[Hits], path: Path) -> None:
 
 
 def _draw_panel(axes: Any, workload: str, hits: list[Hits]) -> None:
-    lines: dict[tuple[str, int, tuple[str, ...]], list[Hits]] = {}
+    lines: dict[str, list[Hits]] = {}
     for one in hits:
-        setting = one.setting
-        if setting.is_kv_scarce:
-            continue
-        if setting.match is None:
-            axes.axhline(100 * one.hit_rate, color="black", lw=1, ls="--", label="K and V alone")
-        elif setting.without in {(), ("at_stride",)}:
-            key = (setting.match, setting.stride_tokens, setting.without)
-            lines.setdefault(key, []).append(one)
-    for (match, stride, without), found in lines.items():
-        name = f"{match}, every {stride}" if not without else f"{match}, none at strides"
-        colour = _COLOURS.get(stride, _OTHER_COLOUR) if not without else _OTHER_COLOUR
+        if one.setting.match is None and not one.setting.is_kv_scarce:
+            label = one.setting.name
+            axes.axhline(100 * one.hit_rate, color="black", lw=1, ls="--", label=label)
+        elif not one.setting.is_kv_scarce and one.setting.without in _DRAWN:
+            lines.setdefault(one.setting.name, []).append(one)
+    for name, found in lines.items():
+        setting = found[0].setting
+        colour = _COLOURS.get(0 if setting.without else setting.stride_tokens)
         slots = [one.setting.num_slots for one in found]
         rates = [100 * one.hit_rate for one in found]
-        axes.plot(slots, rates, _STYLES[match], marker="o", ms=3, color=colour, label=name)
+        style = _STYLES[setting.match or "deepest"]
+        axes.plot(slots, rates, style, marker="o", ms=3, color=colour, label=name)
     axes.set_xscale("log", base=2)
     ticks = sorted({one.setting.num_slots for one in hits if one.setting.match is not None})
     axes.set_xticks(ticks, [f"{each:,}" for each in ticks])

@@ -43,6 +43,7 @@ class Workbench:
         )
         self.kv = RankKV(
             PoolConfig(
+                dp_size=1,
                 num_blocks=1 << 16,
                 block_size=BLOCK_SIZE,
                 max_num_seqs=NUM_SEQS,

@@ -1,8 +1,8 @@
 """Time to the first token of a hybrid model, by the length of the cached prefix.
 
 A prompt is a prefix that was served before and 64 new tokens, alone on its rank, on the CPU with
-one torch thread. Its K and V are cached either way; only with checkpoints of the recurrent state can
-they be used.
+one torch thread. K and V of the prefix are cached either way, but only with checkpoints of the
+recurrent state can they be used.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from raykv.config import LinearStateConfig, MemoryConfig, ModelConfig, PoolConfig
+from raykv.config import PoolConfig
 from raykv.engine.params import SamplingParams
 from raykv.pool import BlockManagerPool
 
@@ -66,9 +66,10 @@ def measure(
 
 def _of_model(model: str, lengths: tuple[int, ...], num_runs: int) -> Iterator[FirstToken]:
     rng = np.random.default_rng(0)
-    with _pool(model, max(lengths), saves=True) as saving, _pool(
-        model, max(lengths), saves=False
-    ) as plain:
+    with (
+        _pool(model, max(lengths), saves=True) as saving,
+        _pool(model, max(lengths), saves=False) as plain,
+    ):
         for length in lengths:
             prefix = rng.integers(0, _NUM_BYTES, length)
             new = [rng.integers(0, _NUM_BYTES, NUM_NEW) for _ in range(num_runs)]
@@ -96,21 +97,22 @@ def _of_model(model: str, lengths: tuple[int, ...], num_runs: int) -> Iterator[F
 
 def _pool(model: str, longest: int, *, saves: bool) -> BlockManagerPool:
     """A rank in this process; without ``saves`` no state is ever kept."""
-    rules = dict.fromkeys(("at_stride", "at_prompt_end", "at_generation_end", "at_branch"), saves)
+    rules = ("at_stride", "at_prompt_end", "at_generation_end", "at_branch")
     num_tokens = longest + NUM_NEW + BLOCK_SIZE
-    return BlockManagerPool.local(
-        PoolConfig(
-            num_blocks=4 + 4 * num_tokens // BLOCK_SIZE,
-            block_size=BLOCK_SIZE,
-            max_num_seqs=2,
-            max_model_len=num_tokens,
-            linear_state=LinearStateConfig(
-                num_slots=32 + longest // 512, match="deepest", **rules
-            ),
-            memory=MemoryConfig(device="cpu"),
-            model=ModelConfig(path=model, max_num_batched_tokens=512),
-        )
-    )
+    values: dict[str, Any] = {
+        "num_blocks": 4 + 4 * num_tokens // BLOCK_SIZE,
+        "block_size": BLOCK_SIZE,
+        "max_num_seqs": 2,
+        "max_model_len": num_tokens,
+        "linear_state": {
+            "num_slots": 32 + longest // 512,
+            "match": "deepest",
+            **dict.fromkeys(rules, saves),
+        },
+        "memory": {"device": "cpu"},
+        "model": {"path": model, "max_num_batched_tokens": 512, "num_threads": 1},
+    }
+    return BlockManagerPool.local(PoolConfig(**values))
 
 
 def _serve(pool: BlockManagerPool, tokens: np.ndarray[Any, Any]) -> tuple[float, int]:

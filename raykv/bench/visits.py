@@ -23,7 +23,9 @@ TRACE_BLOCK = 512  # tokens that one hash id of a trace stands for
 _COMMON, _REPLY = 1 << 28, 1 << 29  # where the numbers of other kinds of made-up tokens begin
 _MAX_REPLY = 1 << 13
 _MAX_ID = _COMMON // TRACE_BLOCK
-_MIX = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: products with it are well spread
+_MIX = np.uint64(
+    0x9E3779B97F4A7C15
+)  # 2**64 over the golden ratio: products with it are well spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +52,8 @@ def load_trace(path: Path, limit: int | None = None) -> list[Visit]:
     - A prompt that begins with all full blocks of an earlier one, and is long enough, continues it:
       the rest of that prompt and its reply come first. (Not where that is the first block only,
       which may just be a common system prompt.)
-    - Else it leaves the others inside of the block, at a point that is drawn from the hash id of
-      the block before: those who part there have so much in common.
+    - Else it leaves the others inside of the block, at a place that is drawn from the hash id of
+      the block before: all who part there have so much in common.
 
     Args:
         path: of the trace.
@@ -65,19 +67,18 @@ def load_trace(path: Path, limit: int | None = None) -> list[Visit]:
     latest: dict[int, int] = {}  # hash id of the last full block -> the latest visit that ends so
     for row in _rows(path, limit):
         ids, length, number = row.hash_ids, row.num_tokens, len(visits)
-        num_known = sum(1 for _ in takewhile(first.__contains__, ids))
-        start = num_known * TRACE_BLOCK
-        known = visits[first[ids[num_known - 1]]].prompt[:start] if num_known else _none()
-        after, rest = -1, _own(ids[num_known:])
-        if 0 < num_known < len(ids):
-            before = ids[num_known - 1]
-            after = _continued(visits, latest.get(before, -1), num_known, length)
-            rest = _leave(before, rest) if after < 0 else _resume(visits[after], start, rest)
+
+        num_known = _num_known(row, visits, first)
+        start = min(length, num_known * TRACE_BLOCK)
+        after, known, rest = -1, _none(), _own(ids, num_known)
+        if num_known:
+            known = visits[first[ids[num_known - 1]]].prompt[:start]
+            after = _continued(visits, latest.get(ids[num_known - 1], -1), num_known, length)
+            rest = rest if after < 0 else _resume(visits[after], start, rest)
         prompt = np.concatenate((known, rest))[:length]
         reply = _REPLY + np.arange(row.num_reply_tokens, dtype=np.int32) + number * _MAX_REPLY
         visits.append(Visit(prompt, reply.astype(np.int32), after))
-        for each in ids[num_known:]:
-            first[each] = number
+        first.update(dict.fromkeys(ids[num_known:], number))
         num_full = length // TRACE_BLOCK
         if num_full > 1:
             latest[ids[num_full - 1]] = number
@@ -161,14 +162,35 @@ def _row(values: Any) -> _Row:
     return _Row(ids, length, num_reply)
 
 
+def _num_known(row: _Row, visits: list[Visit], first: dict[int, int]) -> int:
+    """Leading blocks whose tokens an earlier visit has; the start of a block is not enough."""
+
+    def is_known(index: int) -> bool:
+        holder = first.get(row.hash_ids[index])
+        stop = min(row.num_tokens, (index + 1) * TRACE_BLOCK)
+        return holder is not None and stop <= len(visits[holder].prompt)
+
+    return sum(1 for _ in takewhile(is_known, range(len(row.hash_ids))))
+
+
 def _none() -> Tokens:
     return np.empty(0, np.int32)
 
 
-def _own(ids: list[int]) -> Tokens:
-    """Tokens that only blocks of these hash ids have."""
-    blocks = np.array(ids, np.int32).reshape(-1, 1) * TRACE_BLOCK
-    return (blocks + np.arange(TRACE_BLOCK, dtype=np.int32)).ravel()
+def _own(ids: list[int], start: int) -> Tokens:
+    """Tokens of the blocks from ``start`` on, each in part common to all that follow on the same.
+
+    Those who go on from a block in different ways part at a place that is the block's own.
+    """
+    blocks = np.array(ids, np.int64)
+    before = blocks[max(0, start - 1) : -1]
+    offsets = np.arange(TRACE_BLOCK)
+    tokens = blocks[start:, None] * TRACE_BLOCK + offsets
+    num_common = ((before.astype(np.uint64) + 1) * _MIX >> 32).astype(np.int64) % TRACE_BLOCK
+    common = _COMMON + before[:, None] * TRACE_BLOCK + offsets
+    following = tokens[len(tokens) - len(before) :]  # all but the very first block of a prompt
+    following[:] = np.where(offsets < num_common[:, None], common, following)
+    return tokens.ravel().astype(np.int32)
 
 
 def _continued(visits: list[Visit], earlier: int, num_known: int, length: int) -> int:
@@ -179,13 +201,6 @@ def _continued(visits: list[Visit], earlier: int, num_known: int, length: int) -
     num_before = len(visit.prompt) + len(visit.reply)
     is_all_of_it = len(visit.prompt) // TRACE_BLOCK == num_known
     return earlier if is_all_of_it and num_before < length else -1
-
-
-def _leave(before: int, rest: Tokens) -> Tokens:
-    """What comes after a block that several prompts go on from in different ways."""
-    num_common = ((before + 1) * _MIX >> 32) % TRACE_BLOCK
-    common = _COMMON + before * TRACE_BLOCK + np.arange(num_common, dtype=np.int32)
-    return np.concatenate((common.astype(np.int32), rest[num_common:]))
 
 
 def _resume(visit: Visit, start: int, rest: Tokens) -> Tokens:

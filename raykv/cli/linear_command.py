@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -110,7 +110,7 @@ def _ops(options: LinearOptions, *, as_json: bool) -> list[dict[str, Any]]:
 def _workloads(options: LinearOptions) -> dict[str, list[Visit]]:
     from raykv.bench import visits  # noqa: PLC0415
 
-    found = {}
+    found: dict[str, list[Visit]] = {}
     if options.trace is not None:
         found["trace"] = visits.load_trace(options.trace, options.num_visits)
     if options.chats is not None:
@@ -131,8 +131,29 @@ def _hits(
     found: list[Hits] = []
     for name, visits in workloads.items():
         served = linear_hits.measure(name, visits, compared)
-        found += _listed(f"hit rates, {name}", served, as_json=as_json)
+        of_workload = list(_told(served, as_json=as_json))
+        if not as_json:
+            Console().print(_hit_table(name, of_workload))
+        found += of_workload
     return found
+
+
+def _hit_table(workload: str, hits: list[Hits]) -> Table:
+    table = Table(title=f"{workload}: prompt tokens that were not computed again")
+    table.add_column("setting")
+    for name in ("slots", "hit %", "taken", "skipped", "reclaimed"):
+        table.add_column(name, justify="right")
+    before = ""
+    for one in hits:
+        if before and one.setting.name != before:
+            table.add_section()
+        before = one.setting.name
+        counts = (one.setting.num_slots, one.num_checkpoints, one.num_skipped, one.num_reclaimed)
+        slots, *rest = ("" if one.setting.match is None else f"{count:,}" for count in counts)
+        table.add_row(before, slots, f"{100 * one.hit_rate:.1f}", *rest)
+    if hits:
+        table.caption = f"{hits[0].num_tokens:,} tokens of {hits[0].num_visits:,} requests"
+    return table
 
 
 def _first_tokens(options: LinearOptions, *, as_json: bool) -> list[dict[str, Any]]:
@@ -141,28 +162,36 @@ def _first_tokens(options: LinearOptions, *, as_json: bool) -> list[dict[str, An
     from .settings import quiet_libraries  # noqa: PLC0415
 
     quiet_libraries()
-    found = linear_ttft.measure()
+    measured = linear_ttft.measure()
     if options.is_quick:
-        found = linear_ttft.measure(linear_ttft.MODELS[:1], (64, 128), num_runs=1)
-    rows = _listed("milliseconds to the first token", found, as_json=as_json)
-    return [row.as_json() for row in rows]
+        measured = linear_ttft.measure(linear_ttft.MODELS[:1], (64, 128), num_runs=1)
+    found = list(_told(measured, as_json=as_json))
+    if not as_json:
+        table = Table(title="milliseconds to the first token, by checkpoints of recurrent state")
+        table.add_column("model")
+        for name in ("cached prefix", "new tokens", "without", "with", "speed-up"):
+            table.add_column(name, justify="right")
+        for one in found:
+            times = (one.without_ms, one.with_ms, one.without_ms / one.with_ms)
+            counts = (one.num_prefix_tokens, one.num_new_tokens)
+            table.add_row(
+                one.model,
+                *(f"{count:,}" for count in counts),
+                *(f"{value:,.0f}" for value in times[:2]),
+                f"{times[2]:.1f} x",
+            )
+        Console().print(table)
+    return [one.as_json() for one in found]
 
 
-def _listed(title: str, records: Iterable[R], *, as_json: bool) -> list[R]:
-    """Show records as they come, and together at the end."""
-    progress, table, found = Console(stderr=True), Table(title=title), []
+def _told(records: Iterable[R], *, as_json: bool) -> Iterator[R]:
+    """The records as they come, each told on stderr, or as a line of JSON."""
+    progress = Console(stderr=True, highlight=False)
     for record in records:
         values = record.as_json()
         if as_json:
             print(json.dumps(values), flush=True)
         else:
-            told = (f"{key.replace('_', ' ')} {value}" for key, value in values.items() if value)
-            progress.print(", ".join(told), highlight=False)
-        if not found:
-            for name in values:
-                table.add_column(name.replace("_", " "))
-        table.add_row(*("" if value is None else str(value) for value in values.values()))
-        found.append(record)
-    if not as_json:
-        Console().print(table)
-    return found
+            told = (f"{name.replace('_', ' ')} {value}" for name, value in values.items() if value)
+            progress.print(", ".join(told), soft_wrap=True)
+        yield record
