@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 
-from raykv.core import CheckedPrefix, LinearStatePrefixCache, Sequence
+from raykv.core import Blocks, CheckedPrefix, LinearStatePrefixCache, Sequence
 
 from . import timing
 from .timing import Row
+
+T = TypeVar("T")
 
 LEVEL = "LinearStatePrefixCache"
 NUM_TOKENS = 8_192  # of the prefix that is compared
@@ -75,11 +78,11 @@ class Workbench:
         assert pin is not None, "it is there"
         pin.release()
 
-    def promote(self, name: bytes, *, final: bool) -> None:
-        """The live slot becomes a checkpoint, which is not copied."""
+    def promote(self, name: bytes, *, final: bool) -> Blocks:
+        """The live slot becomes a checkpoint; returns its pin."""
         pin = self.cache.promote(self.sequence, name, final=final, prefix=self.prefix)
         assert pin is not None, "there are slots, or checkpoints to reclaim"
-        pin.release()
+        return pin
 
     def fresh_name(self) -> bytes:
         """A new hash, and a live slot to promote."""
@@ -146,25 +149,28 @@ def _commit_reclaiming(num_checkpoints: int, num_runs: int) -> Row:
 def _promote_final(num_checkpoints: int, num_runs: int) -> Row:
     bench = Workbench(num_checkpoints, 1)
     return _row("promote, final", lambda name: bench.promote(name, final=True), bench.fresh_name,
-                num_runs)  # fmt: skip
+                num_runs, after=Blocks.release)  # fmt: skip
 
 
 def _promote(num_checkpoints: int, num_runs: int) -> Row:
     bench = Workbench(num_checkpoints, 1)
     return _row("promote, reclaiming", lambda name: bench.promote(name, final=False),
-                bench.fresh_name, num_runs)  # fmt: skip
+                bench.fresh_name, num_runs, after=Blocks.release)  # fmt: skip
 
 
 def _row(
     workload: str,
-    operation: Callable[..., None],
+    operation: Callable[..., T],
     prepare: Callable[[], object],
     num_runs: int,
+    *,
+    after: Callable[[T], object] = lambda _: None,
     target_us: float | None = _TARGET_US,
 ) -> Row:
     return timing.measure(
-        workload, LEVEL, operation, prepare=prepare, num_runs=num_runs, target_us=target_us
-    )
+        workload, LEVEL, operation,
+        prepare=prepare, after=after, num_runs=num_runs, target_us=target_us,
+    )  # fmt: skip
 
 
 WORKLOADS: tuple[Callable[[int, int], Row], ...] = (

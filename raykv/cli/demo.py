@@ -126,7 +126,7 @@ def _keeps_state(folder: str) -> bool:
     import transformers  # noqa: PLC0415 - seconds to import
 
     from raykv.engine.hf_support import text_config  # noqa: PLC0415
-    from raykv.engine.linear_attention import linear_layers  # noqa: PLC0415
+    from raykv.engine.mixers import linear_layers  # noqa: PLC0415
 
     return bool(linear_layers(text_config(transformers.AutoConfig.from_pretrained(folder))))
 

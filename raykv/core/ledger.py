@@ -116,11 +116,11 @@ class Ledger:
         self.num_used += old < USE <= weight
 
     def subtract_one(self, block_id: int, weight: int) -> bool:
-        """Take ``REF``, ``USE`` or both; return whether that was the last reference."""
+        """Take ``REF``, ``USE`` or both; return whether no reference is left."""
         new = self._cells[block_id] - weight
         self._cells[block_id] = new
         self.num_used -= new < USE <= weight
-        return weight != USE and not new & REF_MASK
+        return not new & REF_MASK
 
     def give_back_one(self, block_id: int) -> None:
         """Put one unreferenced id on the free list."""

@@ -118,17 +118,17 @@ class LinearStatePrefixCache:
         if known is not None:
             if not self._check(known, prefix):
                 return None
-            return Reservation(slots, known, None)
+            return Reservation(slots, known, existing=True)
         claim = slots.claims.get(prefix_hash)
         if claim is not None:
             if self._check(claim, prefix):
                 self.num_coalesced_total += 1
             return None
-        reserved = slots.reserve(prefix_hash, prefix)
-        if reserved is None:
+        claim = slots.reserve(prefix_hash, prefix)
+        if claim is None:
             self._skip(prefix_hash)
             return None
-        return Reservation(slots, *reserved)
+        return Reservation(slots, claim, existing=False)
 
     def commit(
         self,
@@ -165,20 +165,23 @@ class LinearStatePrefixCache:
             )
         slots.settle()
         claim = reservation.claim
-        name = claim if prefix_hash is None else Checkpoint(prefix_hash, claim.slot, prefix)
-
-        if prefix_hash is None and claim.is_unnamed:
+        if prefix_hash is not None:
+            name = slots.named(claim, prefix_hash, prefix)
+        elif claim.is_unnamed:
             raise ValueError(f"{reservation!r} was made without a name: pass the prefix's hash")
+        else:
+            name = claim
         known = slots.committed.get(name.prefix_hash)
+        is_valid = reservation.existing or slots.claims.get(claim.prefix_hash) is claim
+        if is_valid and known is None and not reservation.existing:
+            reservation.is_done = True
+            slots.commit(claim, name)
+            self._count_committed(name.prefix_hash)
+            return claim.slot
         slot = 0
-        if reservation.existing or slots.claims.get(claim.prefix_hash) is claim:
-            if known is None and not reservation.existing:
-                slots.commit(claim, name)
-                self._count_committed(name.prefix_hash)
-                slot = claim.slot
-            elif known is not None and self._check(known, name.prefix):
-                slots.refresh(known)
-                slot = known.slot
+        if is_valid and known is not None and self._check(known, name.prefix):
+            slots.refresh(known)
+            slot = known.slot
         reservation.release()
         return slot
 
@@ -259,7 +262,7 @@ class LinearStatePrefixCache:
             if fresh is None:
                 self._skip(prefix_hash)
                 return None
-        pin = slots.promote(live, Checkpoint(prefix_hash, live, prefix), fresh)
+        pin = slots.promote(live, prefix_hash, prefix, fresh)
         sequence.linear_state_slot = fresh
         self._count_committed(prefix_hash)
         return pin
@@ -346,7 +349,7 @@ class LinearStatePrefixCache:
         if unnamed is None:
             self.num_skipped_total += 1
             return None
-        return Reservation(self.slots, *unnamed)
+        return Reservation(self.slots, unnamed, existing=False)
 
     def _live_slot(self, sequence: Sequence) -> int:
         slot = sequence.linear_state_slot

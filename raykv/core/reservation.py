@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .blocks import Blocks
+from .ledger import REF
 from .state_slots import Checkpoint, StateSlots
 
 
@@ -12,20 +12,19 @@ class Reservation:
     One that is garbage-collected is released at the cache's next operation.
 
     Attributes:
-        prefix_hash: whose state it will hold.
-        slot: the slot to write to; where it is existing, the one that holds the state.
+        claim: the checkpoint that it is to become, or that is there.
         existing: whether the prefix has a checkpoint already. Then nothing was taken, and nothing
             is to be written.
+        is_done: whether it was committed or released, so that its slot is no longer its own.
     """
 
-    __slots__ = ("_blocks", "_slots", "claim", "existing", "is_done")
+    __slots__ = ("__weakref__", "_slots", "claim", "existing", "is_done")
 
-    def __init__(self, slots: StateSlots, claim: Checkpoint, blocks: Blocks | None) -> None:
-        self.claim = claim
-        self.existing = blocks is None
-        self.is_done = False
+    def __init__(self, slots: StateSlots, claim: Checkpoint, *, existing: bool) -> None:
         self._slots = slots
-        self._blocks = blocks
+        self.claim = claim
+        self.existing = existing
+        self.is_done = False
 
     @property
     def prefix_hash(self) -> bytes:
@@ -34,7 +33,7 @@ class Reservation:
 
     @property
     def slot(self) -> int:
-        """The slot to write to, or that is written."""
+        """The slot to write to; where it is existing, the one that holds the state."""
         return self.claim.slot
 
     def is_of(self, slots: StateSlots) -> bool:
@@ -43,9 +42,15 @@ class Reservation:
 
     def release(self) -> None:
         """Give the slot back, unless it was committed; idempotent."""
-        self.is_done = True
-        if self._blocks is not None:
-            self._blocks.release()
+        if not self.is_done:
+            self.is_done = True
+            if not self.existing:
+                self._slots.drop(self.claim.index, REF, unique=True)
+
+    def __del__(self) -> None:
+        # As for blocks: collection can strike in the middle of an update, so only leave a note.
+        if not getattr(self, "is_done", True) and not self.existing:
+            self._slots.dropped.append((self.claim.index, REF, True))
 
     def __repr__(self) -> str:
         kind = "existing" if self.existing else "done" if self.is_done else "pending"

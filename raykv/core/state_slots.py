@@ -30,6 +30,7 @@ class Checkpoint:
 
     prefix_hash: bytes
     slot: int
+    index: Index  # of the slot
     prefix: CheckedPrefix | None
 
     @property
@@ -47,7 +48,7 @@ class StateSlots(SingleBlockManager):
     - lingering: neither of these, but a pin remains of what it was.
 
     The states partition the slots. A slot whose last handle goes is reclaimable if it is committed,
-    else free. So a commit is a mark, and then the reservation's handle goes like any other.
+    else free.
 
     Attributes:
         committed: the checkpoints that can be matched, by prefix hash.
@@ -119,37 +120,50 @@ class StateSlots(SingleBlockManager):
 
     # -- checkpoints ----------------------------------------------------------------------------
 
-    def reserve(
-        self, prefix_hash: bytes, prefix: CheckedPrefix | None
-    ) -> tuple[Checkpoint, Blocks] | None:
+    def reserve(self, prefix_hash: bytes, prefix: CheckedPrefix | None) -> Checkpoint | None:
         """Make a slot pending, with a claim on the hash, which must be unclaimed.
 
         Returns:
-            What it will be, and the only handle; None without a slot to be had.
+            What it will be; the caller owes its only reference. None without a slot to be had.
         """
         if not self._has_room():
             return None
         slot = self._ledger.take_one(REF)
-        claim = Checkpoint(prefix_hash, slot, prefix)
+        claim = Checkpoint(prefix_hash, slot, self.index_of(slot), prefix)
         self._reserved[slot] = self.claims[prefix_hash] = claim
-        return claim, Blocks(self, self.index_of(slot), REF)
+        return claim
 
-    def reserve_unnamed(self) -> tuple[Checkpoint, Blocks] | None:
+    def reserve_unnamed(self) -> Checkpoint | None:
         """The same for a prefix that is to be named when it is committed."""
         self._num_unnamed += 1
         return self.reserve(_UNNAMED + b"%d" % self._num_unnamed, None)
 
-    def commit(self, claim: Checkpoint, name: Checkpoint) -> None:
-        """Let a pending slot be matched under a name, whose hash must not be committed."""
-        del self.claims[claim.prefix_hash], self._reserved[claim.slot]
-        self._publish(name)
+    def named(
+        self, claim: Checkpoint, prefix_hash: bytes, prefix: CheckedPrefix | None
+    ) -> Checkpoint:
+        """What a pending slot is under this name."""
+        return Checkpoint(prefix_hash, claim.slot, claim.index, prefix)
 
-    def promote(self, live: int, checkpoint: Checkpoint, fresh: int | None) -> Blocks:
-        """Make a live slot with one use a checkpoint; its hash must not be committed.
+    def commit(self, claim: Checkpoint, name: Checkpoint) -> None:
+        """Let a pending slot be matched under a name, whose hash must not be committed.
+
+        Takes the reservation's reference.
+        """
+        slot = claim.slot
+        del self.claims[claim.prefix_hash], self._reserved[slot]
+        self.committed[name.prefix_hash] = self._checkpoints[slot] = name
+        if self._ledger.subtract_one(slot, REF):
+            self._queue(name)[slot] = None
+
+    def promote(
+        self, live: int, prefix_hash: bytes, prefix: CheckedPrefix | None, fresh: int | None
+    ) -> Blocks:
+        """Make a live slot with one use a checkpoint of a hash that is not committed.
 
         Args:
             live: the slot.
-            checkpoint: what it is from now on.
+            prefix_hash: whose state it holds.
+            prefix: what the hash stands for.
             fresh: the live slot that the handle, if any, lists in its place.
 
         Returns:
@@ -162,8 +176,9 @@ class StateSlots(SingleBlockManager):
                 self._handles[fresh] = (weakref.ref(holder),)
         self._handles.pop(live, None)
         self._ledger.subtract_one(live, USE)
-        self._publish(checkpoint)
-        return Blocks(self, self.index_of(live), REF)
+        checkpoint = Checkpoint(prefix_hash, live, self.index_of(live), prefix)
+        self.committed[prefix_hash] = self._checkpoints[live] = checkpoint
+        return Blocks(self, checkpoint.index, REF)
 
     def take_live(self) -> int | None:
         """Take one live slot without a handle."""
@@ -175,7 +190,7 @@ class StateSlots(SingleBlockManager):
         if not self._ledger.count_of(slot):
             del self._queue(checkpoint)[slot]
         self._ledger.add_one(slot, REF)
-        return Blocks(self, self.index_of(slot), REF)
+        return Blocks(self, checkpoint.index, REF)
 
     def refresh(self, checkpoint: Checkpoint) -> None:
         """Make a committed checkpoint the most recently used one."""
@@ -284,9 +299,6 @@ class StateSlots(SingleBlockManager):
         )
 
     # -- inside ---------------------------------------------------------------------------------
-
-    def _publish(self, checkpoint: Checkpoint) -> None:
-        self.committed[checkpoint.prefix_hash] = self._checkpoints[checkpoint.slot] = checkpoint
 
     def _remember(self, blocks: Blocks) -> None:
         reference = weakref.ref(blocks)

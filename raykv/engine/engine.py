@@ -94,7 +94,7 @@ class Engine:
         )
         self.scheduler.begin_version(rank_kv.weights_version)
         self.lifecycle = Lifecycle(rank_kv, self)
-        self._copies = StepCopies(rank_kv, model, _OWNER)
+        self._copies = StepCopies(rank_kv, _OWNER)
         self._eos = frozenset(eos_token_ids)
         self._detokenize = detokenize
         self._clock = clock
@@ -241,7 +241,7 @@ class Engine:
         members = [(task.sequence, count) for task, count in step]
         begin = self._clock()
         try:
-            self._copies.before()
+            self._copies.before(self.model)
             logits = self._forward(pack(self.kv, *zip(*members, strict=True)))
         except Exception as error:  # noqa: BLE001 - whatever the model throws must not end the rank
             return [(task.driver_id, self._fail(task, "the model", error)) for task, _ in step]
@@ -257,7 +257,7 @@ class Engine:
                     deltas.append((sample.driver_id, self._advance(sample, row, now)))
                     self._num_generated += 1
         if at_boundary:  # who has just ended there left its slot as a checkpoint
-            self._copies.save(at_boundary)
+            self._copies.save(self.model, at_boundary)
         self._num_steps += 1
         self._num_computed += sum(count for _, count in step)
         self._step_s += self._clock() - start
@@ -285,9 +285,9 @@ class Engine:
         if states is None:
             return []
         if states.promotes:
-            self._copies.save()
+            self._copies.save(self.model)
             return at_boundary
-        self._copies.save(at_boundary)  # who ends leaves no checkpoint by itself
+        self._copies.save(self.model, at_boundary)  # who ends leaves no checkpoint by itself
         return []
 
     def _forward(self, batch: StepBatch) -> NDArray[np.float32]:

@@ -23,13 +23,8 @@ except ImportError as error:
 from raykv.engine.batch import StepBatch
 from raykv.engine.hf_support import check_supported, text_config
 from raykv.engine.hf_weights import ModelWeights, Reader, Staged, give_back_device_memory
-from raykv.engine.linear_attention import (
-    LinearStates,
-    LinearStep,
-    check_states_count,
-    linear_layers,
-    wrap_mixers,
-)
+from raykv.engine.linear_attention import LinearStates, LinearStep
+from raykv.engine.mixers import check_states_count, linear_layers, wrap_mixers
 from raykv.engine.model_cache import quiet_transformers
 from raykv.engine.paged_attention import (
     IMPLEMENTATION,

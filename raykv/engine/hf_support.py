@@ -5,7 +5,7 @@ from typing import Any
 
 import transformers
 
-from raykv.engine.linear_attention import LINEAR
+from raykv.engine.mixers import LINEAR
 from raykv.errors import NotSupportedError
 
 

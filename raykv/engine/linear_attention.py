@@ -11,9 +11,7 @@ from and to the live states in the rank's StateBuffers. Should a forward pass fa
 layers' states are ahead of others': the sequences of that step must be computed anew.
 """
 
-import functools
-import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,97 +20,10 @@ import torch
 from numpy.typing import NDArray
 
 from raykv.engine.batch import StepBatch
+from raykv.engine.mixer_states import MixerStates
 from raykv.errors import NotSupportedError
 from raykv.memory.state_buffers import StateBuffers
 from raykv.memory.state_spec import StateSpec, StateTensor
-
-LINEAR = "linear_attention"
-"""What a config's ``layer_types`` call such a layer."""
-
-# What transformers calls the cache argument of a layer: today, and before.
-_CACHE_NAMES = ("cache", "cache_params", "past_key_values")
-
-
-def linear_layers(config: Any) -> tuple[int, ...]:
-    """The numbers of the layers that keep a state, as the config lists them; mostly none."""
-    kinds = getattr(config, "layer_types", None) or ()
-    return tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR)
-
-
-class MixerStates:
-    """The cache that one call of one layer sees: the states of the sequences in that call.
-
-    Answers the questions that transformers' linear layers ask of their cache. State number i of a
-    kind is named ``conv`` or ``recurrent``, with i appended where it is not 0.
-
-    Args:
-        past: per name what the sequences' earlier tokens left, each ``[S, *shape]``; None for
-            sequences that begin here.
-
-    Attributes:
-        left: names with what the layer left, each ``[S, *shape]``.
-    """
-
-    def __init__(self, past: Mapping[str, Any] | None) -> None:
-        self._past = past
-        self.left: dict[str, Any] = {}
-
-    def get_conv_state(self, _layer_idx: int, state_idx: int = 0) -> Any:
-        """The last inputs of the convolution, or None; the layer may change them in place."""
-        return self._get(_name("conv", state_idx))
-
-    def get_recurrent_state(self, _layer_idx: int, state_idx: int = 0) -> Any:
-        """The recurrent state, or None."""
-        return self._get(_name("recurrent", state_idx))
-
-    def update_conv_state(
-        self,
-        conv_states: Any,
-        _layer_idx: int,
-        state_idx: int = 0,
-        conv_kernel_size: int | None = None,
-        **_: Any,
-    ) -> Any:
-        """Take the convolution's new inputs ``[S, channels, T]``; return them behind the past ones.
-
-        As many of the last ones are kept as the kernel is wide. Where nothing went before and too
-        few came, zeros stand in front, as the convolution's own padding does.
-        """
-        name = _name("conv", state_idx)
-        past = self._get(name)
-        if past is None:
-            width = conv_kernel_size or conv_states.shape[-1]
-            missing = max(0, width - conv_states.shape[-1])
-            inputs = torch.nn.functional.pad(conv_states, (missing, 0))
-        else:
-            width = past.shape[-1]
-            inputs = torch.cat((past, conv_states), dim=-1)
-        self.left[name] = inputs[..., -width:]
-        return inputs
-
-    def update_recurrent_state(
-        self, recurrent_states: Any, _layer_idx: int, state_idx: int = 0, **_: Any
-    ) -> Any:
-        """Take the recurrent state after the last token, ``[S, *shape]``."""
-        self.left[_name("recurrent", state_idx)] = recurrent_states
-        return recurrent_states
-
-    def has_previous_state(
-        self, _layer_idx: int | None = None, _state_idx: int | None = None
-    ) -> bool:
-        """Whether the sequences have earlier tokens."""
-        return self._past is not None
-
-    def is_recording_past(self, _layer_idx: int) -> bool:
-        """Never: nothing is cropped here."""
-        return False
-
-    def _get(self, name: str) -> Any:
-        return None if self._past is None else self._past.get(name)
-
-
-def _name(kind: str, state_idx: int) -> str:
-    return f"{kind}{state_idx or ''}"
 
 
 class LinearStates:
@@ -290,89 +201,3 @@ def _tensors(layer: int, states: Mapping[str, Any]) -> tuple[StateTensor, ...]:
         is_sum = name.startswith("recurrent") and dtype == "float32"
         tensors.append(StateTensor(name, tuple(state.shape[1:]), dtype, compressible=is_sum))  # type: ignore[arg-type]  # checked
     return tuple(tensors)
-
-
-def wrap_mixers(model: Any, layers: Iterable[int]) -> None:
-    """Have the linear layers of a model compute packed batches, where a step comes as their cache.
-
-    The wrapped ones go on as before with any other cache.
-
-    Args:
-        model: to be changed in place.
-        layers: numbers of its linear layers.
-
-    Raises:
-        NotSupportedError: it cannot be told which module is a layer's.
-    """
-    modules = list(model.modules())
-    for layer in layers:
-        of_layer = [module for module in modules if getattr(module, "layer_idx", None) == layer]
-        takers = [module for module in of_layer if _cache_name(module) is not None]
-        # A decoder layer that knows its number holds the one that is meant.
-        inner = [
-            module
-            for module in takers
-            if not any(other in takers for other in module.modules() if other is not module)
-        ]
-        if len(inner) != 1:
-            raise NotSupportedError(
-                f"layer {layer} keeps a state, but {len(inner)} of its modules take a cache"
-            )
-        _wrap(inner[0], layer)
-
-
-def check_states_count(states: LinearStates, run: Callable[[int, int], NDArray[Any]]) -> None:
-    """See that a model goes on from the states that it left, whatever the number of new tokens.
-
-    There are layers that read their state for one new token, and begin anew for several.
-
-    Args:
-        states: where a sequence of a few tokens keeps its states, in row 1.
-        run: computes tokens [start, start + count) of it; returns the last one's logits.
-
-    Raises:
-        NotSupportedError: some state makes no difference.
-    """
-    names = {name for tensors in states.layers.values() for name in tensors}
-    for count, what in ((1, "one new token"), (2, "several new tokens")):
-        for name in sorted(names):
-            run(0, 2)
-            right = run(2, count)
-            run(0, 2)
-            for tensors in states.layers.values():
-                if name in tensors:
-                    tensors[name][1] = 0
-            if np.array_equal(run(2, count), right):
-                raise NotSupportedError(
-                    f"its linear layers do not read their {name} state where {what} follow"
-                )
-
-
-def _cache_name(module: Any) -> str | None:
-    parameters = inspect.signature(module.forward).parameters
-    return next((name for name in _CACHE_NAMES if name in parameters), None)
-
-
-def _wrap(mixer: Any, layer: int) -> None:
-    original = mixer.forward
-    cache_name = _cache_name(mixer)
-    assert cache_name is not None, "whoever wraps has looked"
-
-    @functools.wraps(original)
-    def forward(hidden_states: Any, **kwargs: Any) -> Any:
-        packed = kwargs.get(cache_name)
-        step: LinearStep | None = getattr(packed, "linear", None)
-        if step is None:
-            return original(hidden_states, **kwargs)
-        if kwargs.get("attention_mask") is not None:
-            raise NotSupportedError(f"linear layer {layer} gets a mask, which raykv makes none of")
-        # Made anew per call: layers take things out of it, and pass the rest on to kernels, which
-        # the step is no business of.
-        rest = {name: value for name, value in kwargs.items() if value is not packed}
-
-        def call(new: Any, cache: MixerStates) -> Any:
-            return original(new, **{**rest, cache_name: cache})
-
-        return step.run(layer, call, hidden_states)
-
-    mixer.forward = forward

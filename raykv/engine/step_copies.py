@@ -15,35 +15,34 @@ class StepCopies:
 
     Args:
         kv: the rank's KV.
-        model: copies.
         owner: the name under which the engine's sequences owe copies; drivers have others.
     """
 
-    def __init__(self, kv: RankKV, model: ModelRunner, owner: str) -> None:
+    def __init__(self, kv: RankKV, owner: str) -> None:
         self._kv = kv
-        self._model = model
         self._owner = owner
 
-    def before(self) -> None:
+    def before(self, model: ModelRunner) -> None:
         """What must be there before the model writes: forks' own blocks, and resumed states."""
         kv, owner = self._kv, self._owner
         swaps = kv.take_swaps(owner)
         states = kv.take_state_copies(owner)
         try:
             if swaps:
-                self._model.copy_blocks(*zip(*swaps, strict=True))
+                model.copy_blocks(*zip(*swaps, strict=True))
             if states:
-                self._model.copy_states(*zip(*states, strict=True))
+                model.copy_states(*zip(*states, strict=True))
         finally:  # a copy that failed ends its sequences, so nothing waits for it
             if swaps:
                 kv.ack_swaps(owner)
             if states:
                 kv.ack_state_transfers(owner)
 
-    def save(self, sequences: SequenceOf[Sequence] = ()) -> None:
+    def save(self, model: ModelRunner, sequences: SequenceOf[Sequence] = ()) -> None:
         """Copy the states that are to be checkpoints; one that cannot be copied is none.
 
         Args:
+            model: copies.
             sequences: some that may have reached a boundary, beside those that were published.
         """
         kv, owner = self._kv, self._owner
@@ -52,7 +51,7 @@ class StepCopies:
         copies = kv.take_state_copies(owner)
         if copies:
             try:
-                self._model.copy_states(*zip(*copies, strict=True))
+                model.copy_states(*zip(*copies, strict=True))
             except Exception:  # noqa: BLE001 - the device's fault; requests need no checkpoints
                 kv.fail_state_transfers(owner)
             else:

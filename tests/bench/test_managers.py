@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from raykv.bench import eviction, growth, managers, memory, threads
+from raykv.bench import eviction, growth, linear_ops, managers, memory, threads
 from raykv.bench.timing import Row, machine, measure
 from raykv.errors import ConfigError
 
@@ -42,6 +42,27 @@ def test_the_machine_is_named():
 def test_each_workload_of_the_managers_runs(workload):
     (row,) = check_rows([workload(2)])
     assert row.level == "BlockManagerImpl"
+
+
+def test_the_slots_of_recurrent_state_are_measured_beside_full_caches():
+    rows = check_rows(linear_ops.measure(20, 3))
+    assert {row.level for row in rows} == {"LinearStatePrefixCache"}
+    assert sum("reclaiming" in row.workload for row in rows) == 3
+
+
+def test_the_workbench_of_recurrent_state_keeps_as_many_checkpoints_as_it_says():
+    bench = linear_ops.Workbench(20, 2)
+    assert (bench.cache.num_checkpoints, bench.cache.num_free_slots) == (20, 2)
+    bench.fill()
+    assert (bench.cache.num_checkpoints, bench.cache.num_free_slots) == (22, 0)
+    bench.acquire_and_release()
+    assert bench.cache.num_reclaimed_total == 1
+    bench.match_and_release(bench.known())
+    bench.promote(bench.fresh_name(), final=True).release()
+    assert (bench.cache.num_hits_total, bench.cache.num_live_slots) == (1, 0)
+    bench.promote(bench.fresh_name(), final=False).release()
+    assert bench.cache.num_live_slots == 1
+    bench.cache.check_integrity()
 
 
 def test_the_lock_is_measured_beside_no_lock():

@@ -55,6 +55,12 @@ def test_a_dropped_reservation_gives_its_slot_back(cache):
     assert save(cache, b"a")  # the hash is free, too
 
 
+def test_a_hash_can_be_reserved_as_soon_as_its_reservation_is_dropped(cache):
+    dropped = cache.reserve_checkpoint(b"a")
+    del dropped
+    assert cache.reserve_checkpoint(b"a") is not None
+
+
 def test_a_known_hash_takes_no_slot(cache):
     slot = save(cache, b"a")
     before = counters(cache)
@@ -65,6 +71,10 @@ def test_a_known_hash_takes_no_slot(cache):
     again = cache.reserve_checkpoint(b"a")
     again.release()
     assert counters(cache) == before
+    again = cache.reserve_checkpoint(b"a")
+    del again
+    assert counters(cache) == before
+    cache.check_integrity()
 
 
 def test_committing_an_existing_one_makes_it_the_most_recently_used(cache):
@@ -183,6 +193,14 @@ def test_what_was_pending_at_a_clear_is_never_matched(cache):
     assert (cache.match(b"a"), cache.num_free_slots, cache.num_pending) == (None, 4, 1)
     assert cache.reserve_checkpoint(b"a") is None  # the new claim is still there
     assert cache.commit(new) == new.slot
+
+
+def test_what_was_pending_at_a_clear_is_not_taken_for_what_was_saved_since(cache):
+    old = cache.reserve_checkpoint(b"a")
+    cache.clear()
+    assert save(cache, b"a")
+    assert cache.commit(old) == 0
+    assert (cache.num_free_slots, cache.num_checkpoints) == (4, 1)
 
 
 def test_an_existing_reservation_does_not_outlive_a_clear(cache):

@@ -368,7 +368,7 @@ class States(RuleBasedStateMachine):
 
 
 TestStates = States.TestCase
-TestStates.settings = settings(max_examples=60, stateful_step_count=60)
+TestStates.settings = settings(max_examples=150, stateful_step_count=60)
 
 
 @pytest.mark.nightly

@@ -123,6 +123,13 @@ def test_steps_in_flight_pin_what_a_live_slot_becomes(cache):
     assert cache.num_reclaimable == 1
 
 
+def test_a_slot_whose_handle_was_dropped_is_not_promoted(cache):
+    sequence = Sequence([1])
+    sequence.linear_state_slot = int(cache.acquire_live_slot().ids[0])
+    with pytest.raises(RequestError, match="0 sequences use"):
+        cache.promote(sequence, b"a", final=True)
+
+
 def test_only_a_sequences_own_live_slot_is_promoted(cache):
     save(cache, b"a")
     pending = cache.reserve_checkpoint(b"p")

@@ -211,8 +211,11 @@ def test_few_skipped_hashes_are_remembered():
     for name in names:
         assert cache.reserve_checkpoint(name) is None
     assert [name for name in names if cache.was_skipped(name)] == names[-64:]
+    assert cache.reserve_checkpoint(names[-64]) is None  # once more: it is the newest now
+    assert cache.reserve_checkpoint(b"new") is None
+    assert [cache.was_skipped(name) for name in names[-64:-62]] == [True, False]
     cache.clear()
-    assert not cache.was_skipped(names[-1])
+    assert not cache.was_skipped(b"new")
 
 
 # -- the audit -------------------------------------------------------------------------------------

@@ -5,26 +5,18 @@ where the state is not the right one.
 """
 
 import copy
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
-import transformers
 from transformers import DynamicCache
 
 from raykv.engine import random_models
 from raykv.engine.hf_runner import HFModelRunner
-from raykv.engine.linear_attention import wrap_mixers
-from raykv.errors import ConfigError, NotSupportedError
-from raykv.memory.buffers import KVBuffers
-from raykv.memory.state_buffers import StateBuffers
 
-from .test_hf_runner import Paged, assert_same, plain_logits, tokens_of
+from .hybrid import BLOCK, NUM_SLOTS, VOCAB, Hybrid, prefill
+from .test_hf_runner import assert_same, plain_logits, tokens_of
 
-BLOCK = 4
-NUM_SLOTS = 16
-VOCAB = 256
 PROMPT = 150
 # Within a chunk of the delta rule (64 tokens), at its end, and beyond; all at the end of a block.
 BOUNDARIES = (4, 60, 64, 68, 148)
@@ -34,82 +26,6 @@ ROUNDING, CLEAR = 1e-5, 1e-2
 @pytest.fixture(scope="module", params=["qwen3_5-tiny", "qwen3_next-tiny"])
 def model(request):
     return random_models.build(request.param)
-
-
-@dataclass
-class Checkpoint:
-    """A state that was kept, and the blocks of the tokens before it."""
-
-    slot: int
-    blocks: list[int]
-    length: int
-
-
-class Hybrid(Paged):
-    """Sequences with a live state each; where nothing was written yet, states are all NaN."""
-
-    def __init__(self, model, checkpoint_dtype="float32"):
-        self.checkpoint_dtype = checkpoint_dtype
-        self.live = {}
-        self.free_slots = list(range(1, NUM_SLOTS))
-        self.free_rows = list(range(1, NUM_SLOTS))
-        super().__init__(copy.deepcopy(model), BLOCK, 400)
-
-    def make_states(self):
-        self.states = StateBuffers(
-            self.runner.state_spec,
-            NUM_SLOTS,
-            num_rows=NUM_SLOTS,
-            checkpoint_dtype=self.checkpoint_dtype,
-            device="cpu",
-        )
-        self.states.slots[1:] = self.states.live[1:] = 0xFF
-        return self.states
-
-    def address(self, name):
-        if name not in self.live:
-            pair = self.free_slots.pop(), self.free_rows.pop()
-            self.live[name] = self.states.live_address(*pair)
-        return self.live[name]
-
-    def state_slots(self, names):
-        return np.array([self.address(name) for name in names], np.int64) - self.states.live_base
-
-    def checkpoint(self, name):
-        slot = self.free_slots.pop()
-        self.runner.copy_states([self.address(name)], [slot])
-        return Checkpoint(slot, list(self.blocks[name]), self.lengths[name])
-
-    def resume(self, name, checkpoint, slot=None):
-        """Begin a sequence behind a checkpoint, or with the state of another slot."""
-        assert checkpoint.length % self.block_size == 0, "the last block would be written by two"
-        self.blocks[name] = list(checkpoint.blocks)
-        self.lengths[name] = checkpoint.length
-        source = checkpoint.slot if slot is None else slot
-        self.runner.copy_states([source], [self.address(name)])
-
-    def drop(self, name):
-        """Give a live state back, and hand it out next, as it is."""
-        assert self.checkpoint_dtype == "float32"
-        self.free_slots.append(self.live.pop(name))
-
-    def greedy(self, last, count):
-        """The next tokens of each sequence, from {sequence: logits of its last token}."""
-        said = {name: [int(logits.argmax())] for name, logits in last.items()}
-        for _ in range(count - 1):
-            for name, logits in self.step({name: [ids[-1]] for name, ids in said.items()}).items():
-                said[name].append(int(logits[-1].argmax()))
-        return said
-
-
-def prefill(hybrid, name, tokens, cuts=()):
-    """Compute a prompt in pieces; logits of all tokens, and a checkpoint at every cut."""
-    seen, kept = [], {}
-    for piece in np.split(tokens, cuts):
-        if hybrid.lengths.get(name):
-            kept[hybrid.lengths[name]] = hybrid.checkpoint(name)
-        seen.append(hybrid.step({name: piece})[name])
-    return np.concatenate(seen), kept
 
 
 def plain_greedy(model, tokens, count):
@@ -304,131 +220,3 @@ def test_a_model_in_bfloat16_keeps_its_recurrent_state_in_float32(model):
     assert np.abs(got - exact).mean() < 1.5 * np.abs(plain - exact).mean()
     hybrid.resume("y", kept[64])
     np.testing.assert_array_equal(hybrid.step({"y": tokens[64:]})["y"], got[64:])
-
-
-def test_buffers_that_do_not_fit_are_refused(model):
-    runner = HFModelRunner(copy.deepcopy(model), BLOCK)
-    buffers = KVBuffers(runner.kv_spec, 4, device="cpu")
-    with pytest.raises(ConfigError, match=r"6 of the model's 8 layers .* runner\.state_spec"):
-        runner.bind(buffers)
-    smaller = type(runner.state_spec)(runner.state_spec.layers[:4])
-    with pytest.raises(ConfigError, match=r"create them from runner\.state_spec"):
-        runner.bind(buffers, StateBuffers(smaller, 2, device="cpu"))
-    states = StateBuffers(runner.state_spec, 3, device="cpu")
-    runner.bind(buffers, states)
-    states.torch_view(0, "recurrent")[1] = 7
-    runner.copy_states([1], [2])
-    assert states.torch_view(0, "recurrent")[2].unique().tolist() == [7]
-    runner.unbind()
-    with pytest.raises(AssertionError, match="comes first"):
-        runner.copy_states([1], [2])
-
-
-def test_states_for_a_model_that_has_none_are_refused(model, tiny_llama):
-    runner = HFModelRunner(copy.deepcopy(tiny_llama), BLOCK)
-    assert runner.state_spec is None
-    spec = HFModelRunner(copy.deepcopy(model), BLOCK).state_spec
-    with pytest.raises(ConfigError, match=r"is not the model's \(None\)"):
-        runner.bind(KVBuffers(runner.kv_spec, 4, device="cpu"), StateBuffers(spec, 2, device="cpu"))
-
-
-def linear_layer(model):
-    return model.model.layers[0].linear_attn
-
-
-def test_a_layer_that_keeps_nothing_is_refused(model):
-    forgetful = copy.deepcopy(model)
-    mixer = linear_layer(forgetful)
-    plain = mixer.forward
-    mixer.forward = lambda hidden_states, cache=None, **kwargs: plain(hidden_states, **kwargs)
-    with pytest.raises(NotSupportedError, match="linear layer 0 leaves no state in its cache"):
-        HFModelRunner(forgetful, BLOCK)
-
-
-@pytest.mark.parametrize(
-    ("state", "deaf_from", "reason"),
-    [
-        ("recurrent", 1, "their recurrent state where one new token"),
-        ("recurrent", 2, "their recurrent state where several new tokens"),
-        ("conv", 2, "their conv state where several new tokens"),
-    ],
-)
-def test_layers_that_do_not_read_what_they_keep_are_refused(model, state, deaf_from, reason):
-    def deafen(mixer):
-        hearing = mixer.forward
-
-        def forward(hidden_states, cache=None, **kwargs):
-            if hidden_states.shape[1] >= deaf_from:
-                zeros = torch.zeros_like(cache._past[state]) if cache._past else None
-                cache._past = cache._past and {**cache._past, state: zeros}
-            return hearing(hidden_states, cache=cache, **kwargs)
-
-        mixer.forward = forward
-
-    deaf = copy.deepcopy(model)
-    for layer in deaf.model.layers:
-        if hasattr(layer, "linear_attn"):
-            deafen(layer.linear_attn)
-    with pytest.raises(NotSupportedError, match=reason):
-        HFModelRunner(deaf, BLOCK)
-
-
-def test_a_family_that_begins_anew_in_every_piece_is_refused():
-    """Jamba reads its recurrent state for one new token only: pieces of a prompt would be wrong."""
-    config = transformers.JambaConfig(
-        **random_models.RANDOM_MODELS["qwen3_5-tiny"].sizes, vocab_size=VOCAB
-    )
-    jamba = transformers.AutoModelForCausalLM.from_config(config).eval()
-    with pytest.raises(NotSupportedError, match=r"jamba.*recurrent state where several new tokens"):
-        HFModelRunner(jamba, BLOCK)
-
-
-def test_a_layer_that_cannot_be_told_is_refused(model):
-    hidden = copy.deepcopy(model)
-    linear_layer(hidden).layer_idx = None
-    with pytest.raises(NotSupportedError, match="layer 0 keeps a state, but 0 of its modules"):
-        wrap_mixers(hidden, [0])
-
-
-def test_a_layer_that_gets_a_mask_is_refused(model):
-    runner = HFModelRunner(copy.deepcopy(model), BLOCK)
-    mixer = linear_layer(runner._model)
-    with pytest.raises(NotSupportedError, match="gets a mask"):
-        mixer(torch.zeros(1, 1, 64), cache=FakeStep(), attention_mask=torch.ones(1, 1))
-
-
-class FakeStep:
-    """All that a wrapped layer looks at before it asks about the mask."""
-
-    linear = object()
-
-
-def test_a_wrapped_layer_still_works_with_a_plain_cache(model):
-    """A model that was wrapped twice, or is run by somebody else, computes what it did."""
-    twice = copy.deepcopy(model)
-    wrap_mixers(twice, [0, 1, 2])
-    wrap_mixers(twice, [0, 1, 2])
-    tokens = tokens_of(30, 13, VOCAB)
-    assert_same(plain_logits(twice, tokens), plain_logits(model, tokens))
-    assert_same(prefill(Hybrid(twice), "x", tokens, (8,))[0], plain_logits(model, tokens))
-
-
-def test_another_family_with_the_same_cache_joins():
-    """Nothing in the runner names a model."""
-    config = transformers.OlmoHybridConfig(
-        **random_models.RANDOM_MODELS["qwen3_5-tiny"].sizes,
-        vocab_size=VOCAB,
-        pad_token_id=None,
-        eos_token_id=None,
-    )
-    torch.manual_seed(14)
-    other = transformers.AutoModelForCausalLM.from_config(config).eval()
-    hybrid = Hybrid(other)
-    tokens = tokens_of(90, 15, VOCAB)
-    expected = plain_logits(other, tokens)
-    logits, kept = prefill(hybrid, "x", tokens, (8, 64))
-    assert_same(logits, expected)
-    for boundary, checkpoint in kept.items():
-        name = f"from {boundary}"
-        hybrid.resume(name, checkpoint)
-        assert_same(hybrid.step({name: tokens[boundary:]})[name], expected[boundary:])
