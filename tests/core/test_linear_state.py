@@ -250,3 +250,51 @@ def test_a_retired_checkpoint_can_be_matched(cache):
 def test_a_state_saved_without_its_prefix_has_no_version(cache):
     save(cache, b"a")
     assert cache.retire(0) == 0
+
+
+# -- reservations that are named when they are committed -------------------------------------------
+
+
+def test_an_unnamed_reservation_is_named_by_its_commit(cache):
+    reservation = cache.reserve_checkpoint(None)
+    assert cache.num_pending == 1
+    with pytest.raises(ValueError, match="without a name"):
+        cache.commit(reservation)
+    prefix = checked(1, 2)
+    slot = cache.commit(reservation, b"a", prefix=prefix)
+    assert slot == reservation.slot
+    assert cache.verify(b"a", prefix)
+    assert not cache.verify(b"a", checked(1, 3))
+    with pytest.raises(DoubleFreeError):
+        cache.commit(reservation, b"b")
+
+
+def test_unnamed_reservations_do_not_coalesce_and_come_back(cache):
+    reservations = [cache.reserve_checkpoint(None) for _ in range(5)]
+    assert len({one.slot for one in reservations}) == 5
+    assert cache.reserve_checkpoint(None) is None
+    assert (cache.num_coalesced_total, cache.num_skipped_total) == (0, 1)
+    reservations.pop().release()
+    assert cache.commit(reservations.pop(), b"a")
+    reservations.clear()
+    gc.collect()
+    assert (cache.num_free_slots, cache.num_checkpoints) == (4, 1)
+
+
+def test_a_name_that_is_committed_or_pending_meanwhile(cache):
+    first, second, pending = cache.reserve_checkpoint(None), cache.reserve_checkpoint(None), None
+    slot = cache.commit(first, b"a")
+    assert cache.commit(second, b"a") == slot, "one is enough"
+    assert cache.num_free_slots == 4
+    pending, unnamed = cache.reserve_checkpoint(b"b"), cache.reserve_checkpoint(None)
+    slot = cache.commit(unnamed, b"b")
+    assert cache.commit(pending) == slot, "whoever is written first stays"
+    assert (cache.num_free_slots, cache.num_checkpoints) == (3, 2)
+
+
+def test_what_was_cleared_gets_no_name_any_more(cache):
+    reservation = cache.reserve_checkpoint(None)
+    cache.clear()
+    assert cache.commit(reservation, b"a") == 0
+    assert not cache.contains(b"a")
+    assert cache.num_free_slots == 5
