@@ -172,7 +172,7 @@ class RankStates:
             if save.is_copied:
                 self._copies.commit(save)
         if plan.rolling is not None:
-            plan.rolling.give_up()
+            self._copies.give_up(plan.rolling)
         del self._plans[row]
         self.cache.release_live_slot(sequence)
 
@@ -347,7 +347,9 @@ class RankStates:
             reservation = self.cache.reserve_checkpoint(None)
             if reservation is None:
                 return
-            plan.rolling = Save(sequence, num_tokens, reservation)
+            plan.rolling = Save(sequence, 0, reservation)
+        if plan.rolling.num_tokens == num_tokens:
+            return  # asked for twice: the slot holds it, or is about to
         plan.rolling.num_tokens = num_tokens
         self._copies.add_save(plan.rolling, self._address(sequence), self._pin(sequence))
 

@@ -24,6 +24,7 @@ class Save:
             later boundary may take its place.
         prefix: what the name stands for.
         is_copied: whether the slot holds the state.
+        num_in_flight: copies into the slot that were handed out and are not done.
     """
 
     sequence: Sequence
@@ -32,18 +33,14 @@ class Save:
     name: bytes | None = None
     prefix: CheckedPrefix | None = None
     is_copied: bool = False
-
-    def give_up(self) -> None:
-        """Give the slot back; there will be no checkpoint."""
-        self.num_tokens = 0
-        self.reservation.release()
+    num_in_flight: int = 0
 
 
 @dataclass(slots=True)
 class _Owed:
     copies: SwapList = field(default_factory=SwapList)
     due: dict[int, Save] = field(default_factory=dict)  # by target
-    handed: list[Save] = field(default_factory=list)
+    handed: list[tuple[Save, int]] = field(default_factory=list)  # each with its boundary then
 
 
 class StateCopies:
@@ -75,6 +72,16 @@ class StateCopies:
         """A live slot is given back: nothing has to be copied there any more."""
         self._of(driver_id).copies.cancel(target)
 
+    def give_up(self, save: Save) -> None:
+        """There will be no checkpoint: the slot comes back once no copy writes to it any more."""
+        save.num_tokens = 0
+        owed, target = self._of(save.sequence.driver_id), save.reservation.slot
+        if owed.due.get(target) is save:
+            del owed.due[target]
+            owed.copies.cancel(target)
+        if not save.num_in_flight:
+            save.reservation.release()
+
     def take(self, driver_id: str) -> list[tuple[int, int]]:
         """Hand out the copies that are due, as (source, target) addresses.
 
@@ -83,12 +90,12 @@ class StateCopies:
         if driver_id not in self._owed:
             return []
         owed = self._owed[driver_id]
-        for target, save in owed.due.items():
+        for save in list(owed.due.values()):
             if save.sequence.kv_state.num_computed_tokens == save.num_tokens:
-                owed.handed.append(save)
+                owed.handed.append((save, save.num_tokens))
+                save.num_in_flight += 1
             else:
-                owed.copies.cancel(target)
-                save.give_up()
+                self.give_up(save)
         owed.due = {}
         return owed.copies.take()
 
@@ -99,20 +106,26 @@ class StateCopies:
         owed = self._owed[driver_id]
         owed.copies.acknowledge()
         handed, owed.handed = owed.handed, []
-        for save in handed:
-            save.is_copied = True
-            if save.name is not None:
-                self.commit(save)
+        for save, num_tokens in handed:
+            save.num_in_flight -= 1
+            if not save.num_tokens:
+                self.give_up(save)
+            # Else a later boundary has taken its place meanwhile, and its copy is not done.
+            elif save.num_tokens == num_tokens:
+                save.is_copied = True
+                if save.name is not None:
+                    self.commit(save)
 
     def fail(self, driver_id: str) -> None:
         """The copies that were handed out were not done: they make no checkpoints."""
         if driver_id in self._owed:
             owed = self._owed[driver_id]
             self._cache.num_skipped_total += len(owed.handed)
-            for save in owed.handed:
-                save.give_up()
-            owed.handed = []
+            handed, owed.handed = owed.handed, []
             owed.copies.acknowledge()
+            for save, _ in handed:
+                save.num_in_flight -= 1
+                self.give_up(save)
 
     def forget(self, driver_id: str) -> None:
         """Nobody will do this driver's copies any more: their slots are let go."""
@@ -120,8 +133,9 @@ class StateCopies:
         if owed is not None:
             owed.copies.take()
             owed.copies.acknowledge()
-            for save in (*owed.due.values(), *owed.handed):
-                save.give_up()
+            for save in (*owed.due.values(), *(save for save, _ in owed.handed)):
+                save.num_tokens = 0
+                save.reservation.release()
 
     def commit(self, save: Save) -> None:
         """Let a checkpoint whose copy is done be found."""
