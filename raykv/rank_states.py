@@ -205,8 +205,11 @@ class RankStates:
             if num_tokens <= plan.num_inherited_tokens:
                 continue
             is_stride = self.config.at_stride and num_tokens % self.config.stride_tokens == 0
-            if is_stride or num_tokens in state.checkpoint_stops:
-                self._save(sequence, plan, num_tokens)
+            is_stop = num_tokens in state.checkpoint_stops
+            if is_stride or is_stop:
+                # Contiguous hits need those at strides, and no others.
+                is_speculative = not is_stop and self.config.match == "deepest"
+                self._save(sequence, plan, num_tokens, is_speculative=is_speculative)
             elif self.config.at_generation_end and num_tokens >= state.num_admitted_tokens:
                 self._roll(sequence, plan, num_tokens)
 
@@ -328,7 +331,9 @@ class RankStates:
         computed = sequence.kv_state.num_computed_tokens
         self._plans[sequence.single_block_id] = _Plan(resume, computed)
 
-    def _save(self, sequence: Sequence, plan: _Plan, num_tokens: int) -> None:
+    def _save(
+        self, sequence: Sequence, plan: _Plan, num_tokens: int, *, is_speculative: bool
+    ) -> None:
         name = self._name(sequence, num_tokens)
         if not plan.tokens:
             plan.tokens = sequence.token_ids[: sequence.kv_state.num_admitted_tokens].tobytes()
@@ -336,7 +341,9 @@ class RankStates:
             prefix = CheckedPrefix(plan.tokens, num_tokens, sequence.namespace)
         else:
             prefix = _prefix(sequence, num_tokens)
-        reservation = self.cache.reserve_checkpoint(name, prefix=prefix)
+        reservation = self.cache.reserve_checkpoint(
+            name, prefix=prefix, is_speculative=is_speculative
+        )
         if reservation is not None and not reservation.existing:
             save = Save(sequence, num_tokens, reservation, name, prefix)
             self._copies.add_save(save, self._address(sequence), self._pin(sequence))
