@@ -21,6 +21,7 @@ from .visits import Visit
 
 BLOCK_SIZE = 16
 NUM_RUNNING = 16
+_SPARSE = 128  # tokens
 NUM_SLOTS = (64, 256, 1024, 4096)
 STRIDES = (512, 256, 16)
 RULES = ("at_stride", "at_prompt_end", "at_generation_end", "at_branch")
@@ -137,7 +138,10 @@ def settings(
     found += [replace(main, without=(rule,)) for rule in ("at_prompt_end", "at_generation_end")]
     found += [replace(each, is_kv_scarce=True) for each in (found[0], *others)]
     for stride in strides[1:]:
-        found += each_size(*(Setting(match, stride) for match in ("contiguous", "deepest")))
+        # At the dense ones few slots hold a prompt or two, and that takes long to say.
+        sizes = num_slots if stride >= _SPARSE else num_slots[-2:]
+        for match in ("contiguous", "deepest"):
+            found += [Setting(match, stride, number) for number in sizes]
     return found
 
 
