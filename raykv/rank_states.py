@@ -19,6 +19,7 @@ from raykv.core.explain import MissReason, MissReport
 from raykv.core.linear_state import LinearStatePrefixCache
 from raykv.core.manager import AdmitRequest
 from raykv.core.sequence import Sequence, next_checkpoint
+from raykv.core.sequence_prefixes import SequencePrefixes
 from raykv.core.state_copies import Save, StateCopies
 from raykv.core.tokens import as_index, as_tokens
 from raykv.errors import IntegrityError
@@ -60,15 +61,13 @@ class _Plan:
     Attributes:
         resume: where it began.
         num_inherited_tokens: tokens that its state covered before it computed anything here.
-        names: of its prompt's full blocks; made when they are needed first.
-        tokens: its prompt, as bytes; likewise.
+        prefixes: its own, and their names.
         rolling: the state at the last boundary in what it generates, a checkpoint once it ends.
     """
 
     resume: Resume
     num_inherited_tokens: int
-    names: list[bytes] | None = None
-    tokens: bytes = b""
+    prefixes: SequencePrefixes
     rolling: Save | None = None
 
 
@@ -161,14 +160,12 @@ class RankStates:
         publish = publish and self.config.at_generation_end
         if publish and self._stands_at_boundary(sequence, plan) and self.promotes:
             num_tokens = sequence.kv_state.num_computed_tokens
-            prefix = _prefix(sequence, num_tokens)
-            self.cache.promote(
-                sequence, self._name(sequence, num_tokens), final=True, prefix=prefix
-            )
+            name, prefix = plan.prefixes.name(num_tokens), plan.prefixes.checked(num_tokens)
+            self.cache.promote(sequence, name, final=True, prefix=prefix)
         elif publish and plan.rolling is not None and plan.rolling.num_tokens:
             save, plan.rolling = plan.rolling, None
-            save.name = self._name(sequence, save.num_tokens)
-            save.prefix = _prefix(sequence, save.num_tokens)
+            save.name = plan.prefixes.name(save.num_tokens)
+            save.prefix = plan.prefixes.checked(save.num_tokens)
             if save.is_copied:
                 self._copies.commit(save)
         if plan.rolling is not None:
@@ -233,11 +230,12 @@ class RankStates:
 
     def explain(self, sequence: Sequence) -> MissReport | None:
         """Why it reused less than the KV that was cached; None if it reused all of it."""
-        resume = self._plan_of(sequence).resume
+        plan = self._plan_of(sequence)
+        resume = plan.resume
         if resume.num_blocks == resume.num_kv_blocks:
             return None
         hit, end = (count * self._block_size for count in resume[:2])
-        names = self._names(sequence)[resume.num_blocks : resume.num_kv_blocks]
+        names = plan.prefixes.prompt_names[resume.num_blocks : resume.num_kv_blocks]
         stride = self.config.stride_tokens
         if any(map(self.cache.contains, names)):
             reason: MissReason = "stride" if self.config.match == "contiguous" else "no_state_slot"
@@ -329,18 +327,13 @@ class RankStates:
     def _plan(self, sequence: Sequence, resume: Resume) -> None:
         assert sequence.single_block_id is not None, "it holds a row"
         computed = sequence.kv_state.num_computed_tokens
-        self._plans[sequence.single_block_id] = _Plan(resume, computed)
+        prefixes = SequencePrefixes(sequence, self._manager.hasher)
+        self._plans[sequence.single_block_id] = _Plan(resume, computed, prefixes)
 
     def _save(
         self, sequence: Sequence, plan: _Plan, num_tokens: int, *, is_speculative: bool
     ) -> None:
-        name = self._name(sequence, num_tokens)
-        if not plan.tokens:
-            plan.tokens = sequence.token_ids[: sequence.kv_state.num_admitted_tokens].tobytes()
-        if num_tokens * 4 <= len(plan.tokens):
-            prefix = CheckedPrefix(plan.tokens, num_tokens, sequence.namespace)
-        else:
-            prefix = _prefix(sequence, num_tokens)
+        name, prefix = plan.prefixes.name(num_tokens), plan.prefixes.checked(num_tokens)
         reservation = self.cache.reserve_checkpoint(
             name, prefix=prefix, is_speculative=is_speculative
         )
@@ -382,21 +375,3 @@ class RankStates:
     def _plan_of(self, sequence: Sequence) -> _Plan:
         assert sequence.single_block_id is not None, "it holds a row"
         return self._plans[sequence.single_block_id]
-
-    def _names(self, sequence: Sequence) -> list[bytes]:
-        """Names of the full blocks that it was admitted with."""
-        plan = self._plan_of(sequence)
-        if plan.names is None:
-            prompt = sequence.token_ids[: sequence.kv_state.num_admitted_tokens]
-            plan.names = self._manager.prefix_hashes(prompt, namespace=sequence.namespace)
-        return plan.names
-
-    def _name(self, sequence: Sequence, num_tokens: int) -> bytes:
-        if num_tokens <= sequence.kv_state.num_admitted_tokens:
-            return self._names(sequence)[num_tokens // self._block_size - 1]
-        tokens = sequence.token_ids[:num_tokens]
-        return self._manager.hasher.name(tokens, namespace=sequence.namespace)
-
-
-def _prefix(sequence: Sequence, num_tokens: int) -> CheckedPrefix:
-    return CheckedPrefix(sequence.token_ids[:num_tokens].tobytes(), num_tokens, sequence.namespace)
