@@ -65,7 +65,7 @@ class RankKV(RankCounters, RankTransfers):
         self.block_manager = make_block_manager(config)
         self.single_block_manager = SingleBlockManager(config.num_single_blocks)
         self.buffers = make_buffers(config, spec)
-        self.states = make_states(config, self.block_manager, state_spec)
+        self.states = make_states(config, self.block_manager, self.single_block_manager, state_spec)
         self._max_tokens = config.max_tokens_per_sequence
         self.tables = make_tables(config)
         self.weights_version = 0
@@ -287,7 +287,7 @@ class RankKV(RankCounters, RankTransfers):
         self.tables.check_integrity()
         self._rows.check_integrity(self.block_manager)
         if self.states is not None:
-            self.states.check_integrity()
+            self.states.check_integrity([held for _, held in self._rows.held()])
 
     # -- details --------------------------------------------------------------------------------
 

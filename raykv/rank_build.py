@@ -4,6 +4,7 @@ from raykv.config import PoolConfig
 from raykv.core.block_manager import BlockManagerImpl
 from raykv.core.block_tables import BlockTables
 from raykv.core.concurrent import ConcurrentBlockManagerImpl
+from raykv.core.single import SingleBlockManager
 from raykv.errors import ConfigError
 from raykv.memory.buffers import KVBuffers
 from raykv.memory.spec import KVSpec
@@ -43,13 +44,17 @@ def make_buffers(config: PoolConfig, spec: KVSpec | None) -> KVBuffers | None:
 
 
 def make_states(
-    config: PoolConfig, manager: BlockManagerImpl, spec: StateSpec | None
+    config: PoolConfig,
+    manager: BlockManagerImpl,
+    singles: SingleBlockManager,
+    spec: StateSpec | None,
 ) -> RankStates | None:
     """The rank's recurrent state, or None where sequences have none.
 
     Args:
         config: the pool's.
         manager: the rank's KV blocks.
+        singles: hands out rows of the block table.
         spec: what one sequence keeps; None keeps books of slots only.
 
     Raises:
@@ -73,7 +78,7 @@ def make_states(
             checkpoint_dtype=states.checkpoint_dtype,
             device=config.memory.device,
         )
-    return RankStates(states, manager, buffers)
+    return RankStates(states, manager, singles, buffers)
 
 
 def make_tables(config: PoolConfig) -> BlockTables:

@@ -59,11 +59,7 @@ class RankSleep:
                 f"rank {self._dp_rank} cannot sleep while handles or copies hold {num_held} "
                 "blocks: release them, or acknowledge the copies with ack_swaps()"
             )
-        slots = None if self._states is None else self._states.cache
-        if (
-            slots is not None
-            and slots.num_total_slots > slots.num_free_slots + slots.num_reclaimable
-        ):
+        if self._states is not None and self._holds_state(self._states):
             raise RequestError(
                 f"rank {self._dp_rank} cannot sleep while copies of recurrent state are under way: "
                 "acknowledge them with ack_state_transfers()"
@@ -74,6 +70,10 @@ class RankSleep:
         for memory in self._memory:
             memory.release()
         self.is_asleep = True
+
+    def _holds_state(self, states: RankStates) -> bool:
+        slots = states.cache
+        return states.is_copying or slots.num_total_slots > states.num_obtainable_slots
 
     def wake_up(self) -> None:
         """Take K/V memory again; idempotent.

@@ -20,6 +20,7 @@ from raykv.core.linear_state import LinearStatePrefixCache
 from raykv.core.manager import AdmitRequest
 from raykv.core.sequence import Sequence, next_checkpoint
 from raykv.core.sequence_prefixes import SequencePrefixes
+from raykv.core.single import SingleBlockManager
 from raykv.core.state_copies import Save, StateCopies
 from raykv.core.tokens import as_index, as_tokens
 from raykv.errors import IntegrityError
@@ -34,12 +35,14 @@ class Resume(NamedTuple):
         num_kv_blocks: leading blocks whose KV is cached.
         name: of the checkpoint; None without one.
         num_tokens: tokens in those blocks that it reuses.
+        is_crowded: whether it begins at the start since slots are too few to read a checkpoint.
     """
 
     num_blocks: int
     num_kv_blocks: int
     name: bytes | None = None
     num_tokens: int = 0
+    is_crowded: bool = False
 
 
 _AT_START = Resume(0, 0)
@@ -62,12 +65,14 @@ class _Plan:
         resume: where it began.
         num_inherited_tokens: tokens that its state covered before it computed anything here.
         prefixes: its own, and their names.
+        miss: why it does not reuse all KV that is cached; None if it does.
         rolling: the state at the last boundary in what it generates, a checkpoint once it ends.
     """
 
     resume: Resume
     num_inherited_tokens: int
     prefixes: SequencePrefixes
+    miss: MissReason | None = None
     rolling: Save | None = None
 
 
@@ -77,6 +82,7 @@ class RankStates:
     Args:
         config: slots, stride and rules.
         manager: the rank's KV blocks, which name prefixes, too.
+        singles: hands out rows of the block table, where live states lie if not in slots.
         buffers: the memory of the slots; None when only books are kept.
 
     Attributes:
@@ -87,13 +93,18 @@ class RankStates:
     """
 
     def __init__(
-        self, config: LinearStateConfig, manager: BlockManagerImpl, buffers: StateBuffers | None
+        self,
+        config: LinearStateConfig,
+        manager: BlockManagerImpl,
+        singles: SingleBlockManager,
+        buffers: StateBuffers | None,
     ) -> None:
         self.config = config
         self.cache = LinearStatePrefixCache(config.num_slots)
         self.buffers = buffers
         self.num_resumed_total = 0
         self._manager = manager
+        self._singles = singles
         self._block_size = manager.block_size
         self._copies = StateCopies(self.cache)
         self._plans: dict[int, _Plan] = {}  # by single block id
@@ -117,21 +128,25 @@ class RankStates:
         if len(requests) > self.num_obtainable_slots:
             return None
         resumes = [self._find(request) for request in requests]
-        num_read = len({resume.name for resume in resumes} - {None})
-        if len(requests) + num_read > self.num_obtainable_slots:
+        read = {resume.name for resume in resumes if resume.name is not None}
+        if len(requests) + sum(map(self.cache.can_reclaim, read)) > self.num_obtainable_slots:
             # The last slots cannot be read and be written to at once: computing anew beats waiting.
-            return [Resume(0, resume.num_kv_blocks) for resume in resumes]
+            return [
+                resume if resume.name is None else Resume(0, resume.num_kv_blocks, is_crowded=True)
+                for resume in resumes
+            ]
         return resumes
 
     def admit(self, sequences: SequenceOf[Sequence], resumes: SequenceOf[Resume]) -> None:
         """Give sequences that just got their rows live slots, as ``resume`` has found room for."""
+        for sequence, one in zip(sequences, resumes, strict=True):
+            self._plan(sequence, one)
         pins = [None if one.name is None else self.cache.match(one.name) for one in resumes]
         live = self.cache.acquire_live_slots(len(sequences))
         assert live is not None, "resume() has counted the slots"
         slots = live.detach().tolist()
         for sequence, one, pin, slot in zip(sequences, resumes, pins, slots, strict=True):
             sequence.linear_state_slot = slot
-            self._plan(sequence, one)
             sequence.kv_state.checkpoint_stops = self._stops(sequence.num_tokens, one)
             if pin is not None:
                 self.num_resumed_total += 1
@@ -146,7 +161,8 @@ class RankStates:
         assert live is not None, "the caller has counted the slots"
         child.linear_state_slot = int(live.detach()[0])
         self._plan(child, _AT_START)
-        self._owe(child, self._address(parent), self._pin(parent))
+        if child.kv_state.num_computed_tokens:
+            self._owe(child, self._address(parent), self._pin(parent))
 
     def release(self, sequence: Sequence, *, publish: bool) -> None:
         """Take a sequence's slot back; what it ends with becomes a checkpoint if it publishes.
@@ -156,8 +172,8 @@ class RankStates:
         """
         row, plan = sequence.single_block_id, self._plan_of(sequence)
         assert row is not None, "it holds a row"
-        self._copies.cancel(sequence.driver_id, self._address(sequence))
-        publish = publish and self.config.at_generation_end
+        self._copies.release(sequence, self._address(sequence))
+        publish = publish and self.config.at_generation_end and self._manager.enable_prefix_cache
         if publish and self._stands_at_boundary(sequence, plan) and self.promotes:
             num_tokens = sequence.kv_state.num_computed_tokens
             name, prefix = plan.prefixes.name(num_tokens), plan.prefixes.checked(num_tokens)
@@ -169,7 +185,7 @@ class RankStates:
             if save.is_copied:
                 self._copies.commit(save)
         if plan.rolling is not None:
-            self._copies.give_up(plan.rolling)
+            plan.rolling.give_up()
         del self._plans[row]
         self.cache.release_live_slot(sequence)
 
@@ -214,6 +230,10 @@ class RankStates:
         """Copies of state that are due now, as (source, target) addresses of ``buffers``."""
         return self._copies.take(driver_id)
 
+    def take_saves(self, driver_id: str) -> list[tuple[int, int]]:
+        """Those of them that make checkpoints."""
+        return self._copies.take_saves(driver_id)
+
     def acknowledge_copies(self, driver_id: str) -> None:
         """Those that were handed out are done."""
         self._copies.acknowledge(driver_id)
@@ -231,20 +251,15 @@ class RankStates:
     def explain(self, sequence: Sequence) -> MissReport | None:
         """Why it reused less than the KV that was cached; None if it reused all of it."""
         plan = self._plan_of(sequence)
-        resume = plan.resume
-        if resume.num_blocks == resume.num_kv_blocks:
+        if plan.miss is None:
             return None
-        hit, end = (count * self._block_size for count in resume[:2])
-        names = plan.prefixes.prompt_names[resume.num_blocks : resume.num_kv_blocks]
-        stride = self.config.stride_tokens
-        if any(map(self.cache.contains, names)):
-            reason: MissReason = "stride" if self.config.match == "contiguous" else "no_state_slot"
-        elif any(map(self.cache.was_skipped, names)):
-            reason = "no_state_slot"
-        else:
-            is_between = self.config.at_stride and (hit // stride + 1) * stride > end
-            reason = "stride" if is_between else "no_checkpoint"
-        return MissReport(reason, hit, end)
+        hit, end = (count * self._block_size for count in plan.resume[:2])
+        return MissReport(plan.miss, hit, end)
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether copies are due or under way."""
+        return not self._copies.is_idle
 
     def counters(self) -> dict[str, int]:
         """What RankStats says of it."""
@@ -264,17 +279,24 @@ class RankStates:
         address = self._address(sequence)
         return address if self.buffers is None else address - self.buffers.live_base
 
-    def check_integrity(self) -> None:
+    def check_integrity(self, held: Iterable[Sequence]) -> None:
         """Each sequence with a row has a live slot of its own, and the slots' books balance.
+
+        Args:
+            held: the sequences with rows.
 
         Raises:
             IntegrityError: something disagrees.
         """
         self.cache.check_integrity()
-        if len(self._plans) > self.cache.num_live_slots:
+        slots = {one.single_block_id: one.linear_state_slot or 0 for one in held}
+        num_live = self.cache.num_live_slots
+        if slots.keys() != self._plans.keys() or not len(slots) == num_live == len(
+            {slot for slot in slots.values() if self.cache.slots.num_uses(slot) == 1}
+        ):
             raise IntegrityError(
-                f"{len(self._plans)} sequences have state, but {self.cache.num_live_slots} slots "
-                "are live"
+                f"{len(slots)} sequences hold rows and {len(self._plans)} have state, but "
+                f"{num_live} slots are live, and these are the sequences': {slots}"
             )
 
     # -- details --------------------------------------------------------------------------------
@@ -328,7 +350,22 @@ class RankStates:
         assert sequence.single_block_id is not None, "it holds a row"
         computed = sequence.kv_state.num_computed_tokens
         prefixes = SequencePrefixes(sequence, self._manager.hasher)
-        self._plans[sequence.single_block_id] = _Plan(resume, computed, prefixes)
+        plan = self._plans[sequence.single_block_id] = _Plan(resume, computed, prefixes)
+        if resume.num_blocks < resume.num_kv_blocks:
+            plan.miss = self._why(prefixes, resume)
+
+    def _why(self, prefixes: SequencePrefixes, resume: Resume) -> MissReason:
+        """Why it does not reuse all KV that is cached, as things are now."""
+        if resume.is_crowded:
+            return "no_state_slot"
+        names = prefixes.prompt_names[resume.num_blocks : resume.num_kv_blocks]
+        if self.config.match == "contiguous" and any(map(self.cache.contains, names)):
+            return "stride"
+        if any(map(self.cache.was_skipped, names)):
+            return "no_state_slot"
+        stride = self.config.stride_tokens // self._block_size
+        is_between = resume.num_blocks // stride == resume.num_kv_blocks // stride
+        return "stride" if self.config.at_stride and is_between else "no_checkpoint"
 
     def _save(
         self, sequence: Sequence, plan: _Plan, num_tokens: int, *, is_speculative: bool
@@ -343,13 +380,13 @@ class RankStates:
 
     def _roll(self, sequence: Sequence, plan: _Plan, num_tokens: int) -> None:
         """Keep the state at this boundary instead of the one before."""
+        if plan.rolling is not None and plan.rolling.num_tokens == num_tokens:
+            return
         if plan.rolling is None or not plan.rolling.num_tokens:
             reservation = self.cache.reserve_checkpoint(None)
             if reservation is None:
                 return
-            plan.rolling = Save(sequence, 0, reservation)
-        if plan.rolling.num_tokens == num_tokens:
-            return  # asked for twice: the slot holds it, or is about to
+            plan.rolling = Save(sequence, num_tokens, reservation)
         plan.rolling.num_tokens = num_tokens
         self._copies.add_save(plan.rolling, self._address(sequence), self._pin(sequence))
 
@@ -363,8 +400,13 @@ class RankStates:
         self._copies.add(sequence.driver_id, source, target, pin, self._pin(sequence))
 
     def _pin(self, sequence: Sequence) -> Blocks:
-        assert sequence.linear_state_slot is not None, "it holds a live slot"
-        return self.cache.slots.pin(as_index([sequence.linear_state_slot]))
+        """Keeps what its live state lies in from being handed out again."""
+        slot, row = sequence.linear_state_slot, sequence.single_block_id
+        assert slot is not None, "it holds a live slot"
+        assert row is not None, "it holds a row"
+        if self.promotes:
+            return self.cache.slots.pin(as_index([slot]))
+        return self._singles.pin(as_index([row]))
 
     def _address(self, sequence: Sequence) -> int:
         slot, row = sequence.linear_state_slot, sequence.single_block_id

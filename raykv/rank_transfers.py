@@ -47,6 +47,10 @@ class RankTransfers(KVCacheManager):
         """The copies of state that one driver owes; see get_state_transfer_infos."""
         return [] if self.states is None else self.states.take_copies(driver_id)
 
+    def take_state_saves(self, driver_id: str) -> list[tuple[int, int]]:
+        """Those of them that make checkpoints: where they fail, no sequence is harmed."""
+        return [] if self.states is None else self.states.take_saves(driver_id)
+
     def forget_driver(self, driver_id: str) -> None:
         """Nobody will copy for this driver's sequences any more, which are gone."""
         self._copies.forget(driver_id)

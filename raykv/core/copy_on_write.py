@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import NamedTuple
 
 from .base import LedgerBlockManager
@@ -33,6 +33,11 @@ class SwapList:
         self._due: dict[int, _Due] = {}  # by target
         self._handed_pins: list[Blocks] = []
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no copy is due or under way."""
+        return not self._due and not self._handed_pins
+
     def add(
         self, source: int, target: int, source_pin: Blocks, target_pin: Blocks | None = None
     ) -> None:
@@ -58,9 +63,16 @@ class SwapList:
             for pin in due.pins:
                 pin.release()
 
-    def take(self) -> list[tuple[int, int]]:
-        """Hand out the copies that are due, in order; each is handed out once."""
+    def take(self, targets: Container[int] | None = None) -> list[tuple[int, int]]:
+        """Hand out the copies that are due, in order; each is handed out once.
+
+        Args:
+            targets: those to hand out; None for all.
+        """
         due, self._due = self._due, {}
+        if targets is not None:
+            self._due = {target: one for target, one in due.items() if target not in targets}
+            due = {target: one for target, one in due.items() if target in targets}
         self._handed_pins += [pin for one in due.values() for pin in one.pins]
         return [(one.source, target) for target, one in due.items()]
 

@@ -224,6 +224,11 @@ class LinearStatePrefixCache:
         known = self.slots.committed.get(prefix_hash)
         return known is not None and same_prefix(known.prefix, prefix)
 
+    def can_reclaim(self, prefix_hash: bytes) -> bool:
+        """Whether it has a checkpoint that nobody pins; changes nothing."""
+        known = self.slots.committed.get(prefix_hash)
+        return known is not None and self.slots.is_reclaimable(known)
+
     def was_skipped(self, prefix_hash: bytes) -> bool:
         """Whether a checkpoint of it was lately not taken since no slot was to be had."""
         return prefix_hash in self._skipped

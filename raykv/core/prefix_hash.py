@@ -54,6 +54,11 @@ class PrefixHasher:
         raw = self.hashes(token_ids, namespace=namespace).tobytes()
         return [raw[i : i + 16] for i in range(0, len(raw), 16)]
 
+    def name(self, token_ids: TokenIds, *, namespace: Namespace = DEFAULT) -> bytes:
+        """The last of ``names``: that of all full blocks of the tokens, of which there is one."""
+        name: bytes = self.hashes(token_ids, namespace=namespace)[-1].tobytes()
+        return name
+
     def block_sums(
         self, tokens: NDArray[np.int32], namespace: Namespace, start: int = 0
     ) -> NDArray[np.uint64]:

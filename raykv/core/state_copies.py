@@ -10,6 +10,7 @@ from .copy_on_write import SwapList
 from .linear_state import LinearStatePrefixCache
 from .reservation import Reservation
 from .sequence import Sequence
+from .tokens import as_index
 
 
 @dataclass(slots=True, eq=False)
@@ -24,7 +25,6 @@ class Save:
             later boundary may take its place.
         prefix: what the name stands for.
         is_copied: whether the slot holds the state.
-        num_in_flight: copies into the slot that were handed out and are not done.
     """
 
     sequence: Sequence
@@ -33,14 +33,30 @@ class Save:
     name: bytes | None = None
     prefix: CheckedPrefix | None = None
     is_copied: bool = False
-    num_in_flight: int = 0
+
+    def give_up(self) -> None:
+        """Give the slot back; there will be no checkpoint."""
+        self.num_tokens = 0
+        self.reservation.release()
 
 
 @dataclass(slots=True)
 class _Owed:
+    """What one driver owes.
+
+    Attributes:
+        copies: all of it.
+        due: saves that are to be handed out, by their targets.
+        handed: saves that were, with the boundary that the state stood at then.
+    """
+
     copies: SwapList = field(default_factory=SwapList)
-    due: dict[int, Save] = field(default_factory=dict)  # by target
-    handed: list[tuple[Save, int]] = field(default_factory=list)  # each with its boundary then
+    due: dict[int, Save] = field(default_factory=dict)
+    handed: list[tuple[Save, int]] = field(default_factory=list)
+
+    def is_due(self, save: Save) -> bool:
+        """Whether its copy is to be handed out (again)."""
+        return self.due.get(save.reservation.slot) is save
 
 
 class StateCopies:
@@ -54,6 +70,11 @@ class StateCopies:
         self._cache = cache
         self._owed: dict[str, _Owed] = {}
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no copy is due or under way."""
+        return all(owed.copies.is_idle for owed in self._owed.values())
+
     def add(
         self, driver_id: str, source: int, target: int, source_pin: Blocks, target_pin: Blocks
     ) -> None:
@@ -65,67 +86,64 @@ class StateCopies:
         owed = self._of(save.sequence.driver_id)
         save.is_copied = False
         target = save.reservation.slot
-        owed.copies.add(source, target, source_pin)
+        # A reservation may be given up while the copy is under way; the pin stays until it is done.
+        target_pin = self._cache.slots.pin(as_index([target]))
+        owed.copies.add(source, target, source_pin, target_pin)
         owed.due[target] = save
 
-    def cancel(self, driver_id: str, target: int) -> None:
-        """A live slot is given back: nothing has to be copied there any more."""
-        self._of(driver_id).copies.cancel(target)
+    def release(self, sequence: Sequence, target: int) -> None:
+        """A sequence's live slot, the target, is given back: what is due to it or from it is not.
 
-    def give_up(self, save: Save) -> None:
-        """There will be no checkpoint: the slot comes back once no copy writes to it any more."""
-        save.num_tokens = 0
-        owed, target = self._of(save.sequence.driver_id), save.reservation.slot
-        if owed.due.get(target) is save:
-            del owed.due[target]
+        A save is given up, for who ends may never fetch it, and its slot is to come back. What was
+        handed out goes on, and a fork's copy of the slot stays due; pins see to both.
+        """
+        owed = self._owed.get(sequence.driver_id)
+        if owed is not None:
             owed.copies.cancel(target)
-        if not save.num_in_flight:
-            save.reservation.release()
+            for save in [one for one in owed.due.values() if one.sequence is sequence]:
+                self._cancel(owed, save)
 
     def take(self, driver_id: str) -> list[tuple[int, int]]:
         """Hand out the copies that are due, as (source, target) addresses.
 
         A state that has moved on since is no checkpoint of the boundary any more (vLLM 34587).
         """
-        if driver_id not in self._owed:
+        owed = self._owed.get(driver_id)
+        if owed is None:
             return []
-        owed = self._owed[driver_id]
-        for save in list(owed.due.values()):
-            if save.sequence.kv_state.num_computed_tokens == save.num_tokens:
-                owed.handed.append((save, save.num_tokens))
-                save.num_in_flight += 1
-            else:
-                self.give_up(save)
-        owed.due = {}
+        self._hand_out(owed)
         return owed.copies.take()
+
+    def take_saves(self, driver_id: str) -> list[tuple[int, int]]:
+        """The same, of those only that make checkpoints: whose failure harms no sequence."""
+        owed = self._owed.get(driver_id)
+        return [] if owed is None else owed.copies.take(self._hand_out(owed))
 
     def acknowledge(self, driver_id: str) -> None:
         """All copies that were handed out are done: checkpoints with a name can be found now."""
-        if driver_id not in self._owed:
+        owed = self._owed.get(driver_id)
+        if owed is None:
             return
-        owed = self._owed[driver_id]
         owed.copies.acknowledge()
         handed, owed.handed = owed.handed, []
         for save, num_tokens in handed:
-            save.num_in_flight -= 1
-            if not save.num_tokens:
-                self.give_up(save)
-            # Else a later boundary has taken its place meanwhile, and its copy is not done.
-            elif save.num_tokens == num_tokens:
-                save.is_copied = True
-                if save.name is not None:
-                    self.commit(save)
+            if save.num_tokens != num_tokens or owed.is_due(save):
+                continue  # given up, or a later boundary took its place
+            save.is_copied = True
+            if save.name is not None:
+                self.commit(save)
 
     def fail(self, driver_id: str) -> None:
         """The copies that were handed out were not done: they make no checkpoints."""
-        if driver_id in self._owed:
-            owed = self._owed[driver_id]
-            self._cache.num_skipped_total += len(owed.handed)
-            handed, owed.handed = owed.handed, []
-            owed.copies.acknowledge()
-            for save, _ in handed:
-                save.num_in_flight -= 1
-                self.give_up(save)
+        owed = self._owed.get(driver_id)
+        if owed is None:
+            return
+        self._cache.num_skipped_total += len(owed.handed)
+        for save, _ in owed.handed:
+            if not owed.is_due(save):
+                save.give_up()
+        owed.handed = []
+        owed.copies.acknowledge()
 
     def forget(self, driver_id: str) -> None:
         """Nobody will do this driver's copies any more: their slots are let go."""
@@ -134,12 +152,27 @@ class StateCopies:
             owed.copies.take()
             owed.copies.acknowledge()
             for save in (*owed.due.values(), *(save for save, _ in owed.handed)):
-                save.num_tokens = 0
-                save.reservation.release()
+                save.give_up()
 
     def commit(self, save: Save) -> None:
         """Let a checkpoint whose copy is done be found."""
         self._cache.commit(save.reservation, save.name, prefix=save.prefix)
+
+    def _hand_out(self, owed: _Owed) -> list[int]:
+        """Note the saves that are handed out now; returns their targets."""
+        for save in list(owed.due.values()):
+            if save.sequence.kv_state.num_computed_tokens == save.num_tokens:
+                owed.handed.append((save, save.num_tokens))
+            else:
+                self._cancel(owed, save)
+        due, owed.due = owed.due, {}
+        return list(due)
+
+    def _cancel(self, owed: _Owed, save: Save) -> None:
+        target = save.reservation.slot
+        del owed.due[target]
+        owed.copies.cancel(target)
+        save.give_up()
 
     def _of(self, driver_id: str) -> _Owed:
         if driver_id not in self._owed:

@@ -217,6 +217,10 @@ class StateSlots(SingleBlockManager):
         if checkpoint.slot in queue:
             queue.move_to_end(checkpoint.slot)
 
+    def is_reclaimable(self, checkpoint: Checkpoint) -> bool:
+        """Whether nobody pins a committed checkpoint."""
+        return checkpoint.slot in self._queue(checkpoint)
+
     def forget_all(self) -> int:
         """Let nothing that is committed or pending now be matched again; return how many were.
 

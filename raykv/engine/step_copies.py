@@ -32,11 +32,14 @@ class StepCopies:
                 model.copy_blocks(*zip(*swaps, strict=True))
             if states:
                 model.copy_states(*zip(*states, strict=True))
-        finally:  # a copy that failed ends its sequences, so nothing waits for it
-            if swaps:
-                kv.ack_swaps(owner)
-            if states:
-                kv.ack_state_transfers(owner)
+        except Exception:  # ends the step's sequences, so nothing else waits for these copies
+            kv.ack_swaps(owner)
+            kv.fail_state_transfers(owner)
+            raise
+        if swaps:
+            kv.ack_swaps(owner)
+        if states:
+            kv.ack_state_transfers(owner)
 
     def save(self, model: ModelRunner, sequences: SequenceOf[Sequence] = ()) -> None:
         """Copy the states that are to be checkpoints; one that cannot be copied is none.
@@ -48,7 +51,8 @@ class StepCopies:
         kv, owner = self._kv, self._owner
         if sequences:
             kv.checkpoint(sequences)
-        copies = kv.take_state_copies(owner)
+        # Forks' copies wait for ``before``: a failure of theirs must not go unnoticed.
+        copies = kv.take_state_saves(owner)
         if copies:
             try:
                 model.copy_states(*zip(*copies, strict=True))
