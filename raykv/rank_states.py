@@ -19,6 +19,7 @@ from raykv.core.explain import MissReason, MissReport
 from raykv.core.linear_state import LinearStatePrefixCache
 from raykv.core.manager import AdmitRequest
 from raykv.core.sequence import Sequence, next_checkpoint
+from raykv.core.sequence_prefixes import SequencePrefixes
 from raykv.core.single import SingleBlockManager
 from raykv.core.state_copies import Save, StateCopies
 from raykv.core.tokens import as_index, as_tokens
@@ -63,17 +64,15 @@ class _Plan:
     Attributes:
         resume: where it began.
         num_inherited_tokens: tokens that its state covered before it computed anything here.
+        prefixes: its own, and their names.
         miss: why it does not reuse all KV that is cached; None if it does.
-        names: of its prompt's full blocks; made when they are needed first.
-        tokens: its prompt, as bytes; likewise.
         rolling: the state at the last boundary in what it generates, a checkpoint once it ends.
     """
 
     resume: Resume
     num_inherited_tokens: int
+    prefixes: SequencePrefixes
     miss: MissReason | None = None
-    names: list[bytes] | None = None
-    tokens: bytes = b""
     rolling: Save | None = None
 
 
@@ -177,14 +176,12 @@ class RankStates:
         publish = publish and self.config.at_generation_end and self._manager.enable_prefix_cache
         if publish and self._stands_at_boundary(sequence, plan) and self.promotes:
             num_tokens = sequence.kv_state.num_computed_tokens
-            prefix = _prefix(sequence, num_tokens)
-            self.cache.promote(
-                sequence, self._name(sequence, num_tokens), final=True, prefix=prefix
-            )
+            name, prefix = plan.prefixes.name(num_tokens), plan.prefixes.checked(num_tokens)
+            self.cache.promote(sequence, name, final=True, prefix=prefix)
         elif publish and plan.rolling is not None and plan.rolling.num_tokens:
             save, plan.rolling = plan.rolling, None
-            save.name = self._name(sequence, save.num_tokens)
-            save.prefix = _prefix(sequence, save.num_tokens)
+            save.name = plan.prefixes.name(save.num_tokens)
+            save.prefix = plan.prefixes.checked(save.num_tokens)
             if save.is_copied:
                 self._copies.commit(save)
         if plan.rolling is not None:
@@ -221,8 +218,11 @@ class RankStates:
             if num_tokens <= plan.num_inherited_tokens:
                 continue
             is_stride = self.config.at_stride and num_tokens % self.config.stride_tokens == 0
-            if is_stride or num_tokens in state.checkpoint_stops:
-                self._save(sequence, plan, num_tokens)
+            is_stop = num_tokens in state.checkpoint_stops
+            if is_stride or is_stop:
+                # Contiguous hits need those at strides, and no others.
+                is_speculative = not is_stop and self.config.match == "deepest"
+                self._save(sequence, plan, num_tokens, is_speculative=is_speculative)
             elif self.config.at_generation_end and num_tokens >= state.num_admitted_tokens:
                 self._roll(sequence, plan, num_tokens)
 
@@ -349,15 +349,16 @@ class RankStates:
     def _plan(self, sequence: Sequence, resume: Resume) -> None:
         assert sequence.single_block_id is not None, "it holds a row"
         computed = sequence.kv_state.num_computed_tokens
-        plan = self._plans[sequence.single_block_id] = _Plan(resume, computed)
+        prefixes = SequencePrefixes(sequence, self._manager.hasher)
+        plan = self._plans[sequence.single_block_id] = _Plan(resume, computed, prefixes)
         if resume.num_blocks < resume.num_kv_blocks:
-            plan.miss = self._why(sequence, resume)
+            plan.miss = self._why(prefixes, resume)
 
-    def _why(self, sequence: Sequence, resume: Resume) -> MissReason:
+    def _why(self, prefixes: SequencePrefixes, resume: Resume) -> MissReason:
         """Why it does not reuse all KV that is cached, as things are now."""
         if resume.is_crowded:
             return "no_state_slot"
-        names = self._names(sequence)[resume.num_blocks : resume.num_kv_blocks]
+        names = prefixes.prompt_names[resume.num_blocks : resume.num_kv_blocks]
         if self.config.match == "contiguous" and any(map(self.cache.contains, names)):
             return "stride"
         if any(map(self.cache.was_skipped, names)):
@@ -366,15 +367,13 @@ class RankStates:
         is_between = resume.num_blocks // stride == resume.num_kv_blocks // stride
         return "stride" if self.config.at_stride and is_between else "no_checkpoint"
 
-    def _save(self, sequence: Sequence, plan: _Plan, num_tokens: int) -> None:
-        name = self._name(sequence, num_tokens)
-        if not plan.tokens:
-            plan.tokens = sequence.token_ids[: sequence.kv_state.num_admitted_tokens].tobytes()
-        if num_tokens * 4 <= len(plan.tokens):
-            prefix = CheckedPrefix(plan.tokens, num_tokens, sequence.namespace)
-        else:
-            prefix = _prefix(sequence, num_tokens)
-        reservation = self.cache.reserve_checkpoint(name, prefix=prefix)
+    def _save(
+        self, sequence: Sequence, plan: _Plan, num_tokens: int, *, is_speculative: bool
+    ) -> None:
+        name, prefix = plan.prefixes.name(num_tokens), plan.prefixes.checked(num_tokens)
+        reservation = self.cache.reserve_checkpoint(
+            name, prefix=prefix, is_speculative=is_speculative
+        )
         if reservation is not None and not reservation.existing:
             save = Save(sequence, num_tokens, reservation, name, prefix)
             self._copies.add_save(save, self._address(sequence), self._pin(sequence))
@@ -418,21 +417,3 @@ class RankStates:
     def _plan_of(self, sequence: Sequence) -> _Plan:
         assert sequence.single_block_id is not None, "it holds a row"
         return self._plans[sequence.single_block_id]
-
-    def _names(self, sequence: Sequence) -> list[bytes]:
-        """Names of the full blocks that it was admitted with."""
-        plan = self._plan_of(sequence)
-        if plan.names is None:
-            prompt = sequence.token_ids[: sequence.kv_state.num_admitted_tokens]
-            plan.names = self._manager.prefix_hashes(prompt, namespace=sequence.namespace)
-        return plan.names
-
-    def _name(self, sequence: Sequence, num_tokens: int) -> bytes:
-        if num_tokens <= sequence.kv_state.num_admitted_tokens:
-            return self._names(sequence)[num_tokens // self._block_size - 1]
-        tokens = sequence.token_ids[:num_tokens]
-        return self._manager.hasher.name(tokens, namespace=sequence.namespace)
-
-
-def _prefix(sequence: Sequence, num_tokens: int) -> CheckedPrefix:
-    return CheckedPrefix(sequence.token_ids[:num_tokens].tobytes(), num_tokens, sequence.namespace)
