@@ -9,51 +9,21 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from raykv.config import LinearStateConfig
 from raykv.core.block_manager import BlockManagerImpl
 from raykv.core.blocks import Blocks
-from raykv.core.checked_prefix import CheckedPrefix
 from raykv.core.explain import MissReason, MissReport
 from raykv.core.linear_state import LinearStatePrefixCache
 from raykv.core.manager import AdmitRequest
 from raykv.core.sequence import Sequence, next_checkpoint
+from raykv.core.sequence_prefixes import SequencePrefixes
 from raykv.core.single import SingleBlockManager
 from raykv.core.state_copies import Save, StateCopies
-from raykv.core.tokens import as_index, as_tokens
+from raykv.core.tokens import as_index
 from raykv.errors import IntegrityError
 from raykv.memory.state_buffers import StateBuffers
-
-
-class Resume(NamedTuple):
-    """Where a new sequence goes on from.
-
-    Attributes:
-        num_blocks: leading blocks whose KV and state it reuses.
-        num_kv_blocks: leading blocks whose KV is cached.
-        name: of the checkpoint; None without one.
-        num_tokens: tokens in those blocks that it reuses.
-        is_crowded: whether it begins at the start since slots are too few to read a checkpoint.
-    """
-
-    num_blocks: int
-    num_kv_blocks: int
-    name: bytes | None = None
-    num_tokens: int = 0
-    is_crowded: bool = False
-
-
-_AT_START = Resume(0, 0)
-ANYWHERE = Resume(-1, -1)
-"""Of a sequence without recurrent state, which can go on from any cached block."""
-
-
-def resumable(request: AdmitRequest, resume: Resume) -> AdmitRequest:
-    """The request, less the cached blocks whose state nobody has."""
-    if resume.num_blocks == resume.num_kv_blocks or request.token_ids is None:
-        return request
-    return request._replace(token_ids=request.token_ids[: resume.num_tokens])
+from raykv.resume_points import AT_START, Resume, ResumePoints
 
 
 @dataclass(slots=True)
@@ -63,17 +33,15 @@ class _Plan:
     Attributes:
         resume: where it began.
         num_inherited_tokens: tokens that its state covered before it computed anything here.
+        prefixes: its own, and their names.
         miss: why it does not reuse all KV that is cached; None if it does.
-        names: of its prompt's full blocks; made when they are needed first.
-        tokens: its prompt, as bytes; likewise.
         rolling: the state at the last boundary in what it generates, a checkpoint once it ends.
     """
 
     resume: Resume
     num_inherited_tokens: int
+    prefixes: SequencePrefixes
     miss: MissReason | None = None
-    names: list[bytes] | None = None
-    tokens: bytes = b""
     rolling: Save | None = None
 
 
@@ -107,6 +75,7 @@ class RankStates:
         self._manager = manager
         self._singles = singles
         self._block_size = manager.block_size
+        self._points = ResumePoints(config, manager, self.cache)
         self._copies = StateCopies(self.cache)
         self._plans: dict[int, _Plan] = {}  # by single block id
 
@@ -126,17 +95,7 @@ class RankStates:
         Returns:
             None if there are fewer slots than sequences.
         """
-        if len(requests) > self.num_obtainable_slots:
-            return None
-        resumes = [self._find(request) for request in requests]
-        read = {resume.name for resume in resumes if resume.name is not None}
-        if len(requests) + sum(map(self.cache.can_reclaim, read)) > self.num_obtainable_slots:
-            # The last slots cannot be read and be written to at once: computing anew beats waiting.
-            return [
-                resume if resume.name is None else Resume(0, resume.num_kv_blocks, is_crowded=True)
-                for resume in resumes
-            ]
-        return resumes
+        return self._points.find(requests, self.num_obtainable_slots)
 
     def admit(self, sequences: SequenceOf[Sequence], resumes: SequenceOf[Resume]) -> None:
         """Give sequences that just got their rows live slots, as ``resume`` has found room for."""
@@ -148,7 +107,7 @@ class RankStates:
         slots = live.detach().tolist()
         for sequence, one, pin, slot in zip(sequences, resumes, pins, slots, strict=True):
             sequence.linear_state_slot = slot
-            sequence.kv_state.checkpoint_stops = self._stops(sequence.num_tokens, one)
+            sequence.kv_state.checkpoint_stops = self._points.stops(sequence.num_tokens, one)
             if pin is not None:
                 self.num_resumed_total += 1
                 self._owe(sequence, int(pin.index[0]), pin)
@@ -161,7 +120,7 @@ class RankStates:
         live = self.cache.acquire_live_slots(1)
         assert live is not None, "the caller has counted the slots"
         child.linear_state_slot = int(live.detach()[0])
-        self._plan(child, _AT_START)
+        self._plan(child, AT_START)
         if child.kv_state.num_computed_tokens:
             self._owe(child, self._address(parent), self._pin(parent))
 
@@ -177,14 +136,12 @@ class RankStates:
         publish = publish and self.config.at_generation_end and self._manager.enable_prefix_cache
         if publish and self._stands_at_boundary(sequence, plan) and self.promotes:
             num_tokens = sequence.kv_state.num_computed_tokens
-            prefix = _prefix(sequence, num_tokens)
-            self.cache.promote(
-                sequence, self._name(sequence, num_tokens), final=True, prefix=prefix
-            )
+            name, prefix = plan.prefixes.name(num_tokens), plan.prefixes.checked(num_tokens)
+            self.cache.promote(sequence, name, final=True, prefix=prefix)
         elif publish and plan.rolling is not None and plan.rolling.num_tokens:
             save, plan.rolling = plan.rolling, None
-            save.name = self._name(sequence, save.num_tokens)
-            save.prefix = _prefix(sequence, save.num_tokens)
+            save.name = plan.prefixes.name(save.num_tokens)
+            save.prefix = plan.prefixes.checked(save.num_tokens)
             if save.is_copied:
                 self._copies.commit(save)
         if plan.rolling is not None:
@@ -221,8 +178,11 @@ class RankStates:
             if num_tokens <= plan.num_inherited_tokens:
                 continue
             is_stride = self.config.at_stride and num_tokens % self.config.stride_tokens == 0
-            if is_stride or num_tokens in state.checkpoint_stops:
-                self._save(sequence, plan, num_tokens)
+            is_stop = num_tokens in state.checkpoint_stops
+            if is_stride or is_stop:
+                # Contiguous hits need those at strides, and no others.
+                is_speculative = not is_stop and self.config.match == "deepest"
+                self._save(sequence, plan, num_tokens, is_speculative=is_speculative)
             elif self.config.at_generation_end and num_tokens >= state.num_admitted_tokens:
                 self._roll(sequence, plan, num_tokens)
 
@@ -306,75 +266,21 @@ class RankStates:
         """Whether a live slot can become a checkpoint: live states lie as checkpoints do."""
         return self.buffers is None or self.buffers.checkpoint_dtype == "float32"
 
-    def _find(self, request: AdmitRequest) -> Resume:
-        if request.token_ids is None:
-            return _AT_START
-        tokens = as_tokens(request.token_ids)[: request.num_blocks * self._block_size]
-        namespace = request.namespace
-        num_kv = self._manager.num_matching_blocks(tokens, namespace=namespace)
-        if not num_kv:
-            return _AT_START
-        names = self._manager.hasher.names(tokens[: num_kv * self._block_size], namespace=namespace)
-        raw = tokens[: num_kv * self._block_size].tobytes()
-        for index in self._eligible(names):
-            prefix = CheckedPrefix(raw, (index + 1) * self._block_size, namespace)
-            if self.cache.verify(names[index], prefix):
-                return Resume(index + 1, num_kv, names[index], prefix.num_tokens)
-        return Resume(0, num_kv)
-
-    def _eligible(self, names: list[bytes]) -> list[int]:
-        """Indices of blocks whose end has a checkpoint that may be used, the best first."""
-        if self.config.match == "deepest":
-            # Seldom more than a few are looked at: conversations end in a checkpoint.
-            return [i for i in range(len(names) - 1, -1, -1) if self.cache.contains(names[i])]
-        run: list[int] = []
-        step = self.config.stride_tokens // self._block_size
-        for index in range(step - 1, len(names), step):
-            if not self.cache.contains(names[index]):
-                break
-            run.append(index)
-        return run[::-1]
-
-    def _stops(self, num_tokens: int, resume: Resume) -> tuple[int, ...]:
-        """Boundaries of a prompt, beside the stride's, at which checkpoints are due."""
-        size, stops = self._block_size, set()
-        if self.config.at_prompt_end:
-            # The last that an equal prompt can use, for one token is left to compute; and the last
-            # that a longer one can use.
-            stops |= {(num_tokens - 1) // size * size, num_tokens // size * size}
-        if self.config.at_branch:
-            stops.add(resume.num_kv_blocks * size)
-        return tuple(sorted(stop for stop in stops if stop > resume.num_blocks * size))
-
     def _plan(self, sequence: Sequence, resume: Resume) -> None:
         assert sequence.single_block_id is not None, "it holds a row"
         computed = sequence.kv_state.num_computed_tokens
-        plan = self._plans[sequence.single_block_id] = _Plan(resume, computed)
+        prefixes = SequencePrefixes(sequence, self._manager.hasher)
+        plan = self._plans[sequence.single_block_id] = _Plan(resume, computed, prefixes)
         if resume.num_blocks < resume.num_kv_blocks:
-            plan.miss = self._why(sequence, resume)
+            plan.miss = self._points.why_not_all(prefixes, resume)
 
-    def _why(self, sequence: Sequence, resume: Resume) -> MissReason:
-        """Why it does not reuse all KV that is cached, as things are now."""
-        if resume.is_crowded:
-            return "no_state_slot"
-        names = self._names(sequence)[resume.num_blocks : resume.num_kv_blocks]
-        if self.config.match == "contiguous" and any(map(self.cache.contains, names)):
-            return "stride"
-        if any(map(self.cache.was_skipped, names)):
-            return "no_state_slot"
-        stride = self.config.stride_tokens // self._block_size
-        is_between = resume.num_blocks // stride == resume.num_kv_blocks // stride
-        return "stride" if self.config.at_stride and is_between else "no_checkpoint"
-
-    def _save(self, sequence: Sequence, plan: _Plan, num_tokens: int) -> None:
-        name = self._name(sequence, num_tokens)
-        if not plan.tokens:
-            plan.tokens = sequence.token_ids[: sequence.kv_state.num_admitted_tokens].tobytes()
-        if num_tokens * 4 <= len(plan.tokens):
-            prefix = CheckedPrefix(plan.tokens, num_tokens, sequence.namespace)
-        else:
-            prefix = _prefix(sequence, num_tokens)
-        reservation = self.cache.reserve_checkpoint(name, prefix=prefix)
+    def _save(
+        self, sequence: Sequence, plan: _Plan, num_tokens: int, *, is_speculative: bool
+    ) -> None:
+        name, prefix = plan.prefixes.name(num_tokens), plan.prefixes.checked(num_tokens)
+        reservation = self.cache.reserve_checkpoint(
+            name, prefix=prefix, is_speculative=is_speculative
+        )
         if reservation is not None and not reservation.existing:
             save = Save(sequence, num_tokens, reservation, name, prefix)
             self._copies.add_save(save, self._address(sequence), self._pin(sequence))
@@ -418,21 +324,3 @@ class RankStates:
     def _plan_of(self, sequence: Sequence) -> _Plan:
         assert sequence.single_block_id is not None, "it holds a row"
         return self._plans[sequence.single_block_id]
-
-    def _names(self, sequence: Sequence) -> list[bytes]:
-        """Names of the full blocks that it was admitted with."""
-        plan = self._plan_of(sequence)
-        if plan.names is None:
-            prompt = sequence.token_ids[: sequence.kv_state.num_admitted_tokens]
-            plan.names = self._manager.prefix_hashes(prompt, namespace=sequence.namespace)
-        return plan.names
-
-    def _name(self, sequence: Sequence, num_tokens: int) -> bytes:
-        if num_tokens <= sequence.kv_state.num_admitted_tokens:
-            return self._names(sequence)[num_tokens // self._block_size - 1]
-        tokens = sequence.token_ids[:num_tokens]
-        return self._manager.hasher.name(tokens, namespace=sequence.namespace)
-
-
-def _prefix(sequence: Sequence, num_tokens: int) -> CheckedPrefix:
-    return CheckedPrefix(sequence.token_ids[:num_tokens].tobytes(), num_tokens, sequence.namespace)

@@ -69,9 +69,9 @@ def run_eviction(trace: Path, *, as_json: bool) -> None:
 def _run_rows(rows: Iterable[Row], *, as_json: bool) -> None:
     from raykv.bench.timing import machine  # noqa: PLC0415
 
-    measured = list(_shown(rows, as_json=as_json))
+    measured = list(shown(rows, as_json=as_json))
     if not as_json:
-        Console().print(_table(measured))
+        Console().print(table_of(measured))
     print(json.dumps({"machine": machine(), "rows": [row.as_json() for row in measured]}))
 
 
@@ -95,7 +95,8 @@ def _run_records(records: Iterable[Record], *, as_json: bool) -> None:
     print(json.dumps({"machine": machine(), "rows": found}))
 
 
-def _shown(rows: Iterable[Row], *, as_json: bool) -> Iterator[Row]:
+def shown(rows: Iterable[Row], *, as_json: bool) -> Iterator[Row]:
+    """The rows as they are measured, each told on stderr, or as a line of JSON."""
     progress = Console(stderr=True)
     for row in rows:
         if as_json:
@@ -105,7 +106,8 @@ def _shown(rows: Iterable[Row], *, as_json: bool) -> Iterator[Row]:
         yield row
 
 
-def _table(rows: list[Row]) -> Table:
+def table_of(rows: list[Row]) -> Table:
+    """The rows as a table, a section for each level."""
     table = Table(title="microseconds; per sequence where a call takes several")
     table.add_column("workload")
     for name in ("median", "min", "p99", "target"):

@@ -233,6 +233,50 @@ def eviction(
     run_eviction(trace, as_json=as_json)
 
 
+@bench_app.command()
+def linear(
+    *,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PART",
+            help="ops: microseconds of the books; hits: token hit rates; ttft: time to the first "
+            "token. May be given several times.",
+            show_default="all",
+        ),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Prompts for hits: JSON lines with input_length, output_length and hash_ids, one "
+            "per 512 tokens, such as Mooncake's conversation_trace.jsonl.",
+            show_default="made-up conversations",
+        ),
+    ] = None,
+    chats: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="More prompts for hits: chitchat-dataset's dataset.json."
+        ),
+    ] = None,
+    visits: Annotated[int, typer.Option(min=1, help="Requests of the trace.")] = 2_000,
+    conversations: Annotated[int, typer.Option(min=1, help="Conversations of the chats.")] = 300,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw the hit rates: .svg, .png or .pdf.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Do little: only to see that all works.")
+    ] = False,
+    as_json: _Json = False,
+) -> None:
+    """Checkpoints of recurrent state: what they cost, and how much of a prompt they save."""
+    from .linear_command import LinearOptions, parts_of, run_linear  # noqa: PLC0415
+
+    options = LinearOptions(parts_of(only), trace, chats, visits, conversations, plot, quick)
+    run_linear(options, as_json=as_json)
+
+
 def run(arguments: list[str] | None = None, command: typer.Typer = app, name: str = "raykv") -> int:
     """Run a command line; the exit status: 0 done, 1 it failed, 2 bad input, 130 interrupted.
 

@@ -26,8 +26,9 @@ class LinearStatePrefixCache:
 
     Slots are padding {0}, free, live (a running sequence's), pending (reserved for a checkpoint
     that is not written yet) or committed (a checkpoint; it can be matched). Committed ones are
-    pinned while a handle references them, else they can be reclaimed, least recently used first. A
-    live slot may take a checkpoint's place, a checkpoint never a live slot's.
+    pinned while a handle references them, else they can be reclaimed: speculative ones that nobody
+    has matched yet before the others, and of each kind the least recently used first. A live slot
+    may take a checkpoint's place, a checkpoint never a live slot's.
 
     Where a ``prefix`` is passed, it is compared with the one that the hash was saved with: equal
     hashes of different prefixes are a miss, and counted (vLLM 54727). Whoever passes them to one
@@ -98,12 +99,24 @@ class LinearStatePrefixCache:
     # -- checkpoints ----------------------------------------------------------------------------
 
     def reserve_checkpoint(
-        self, prefix_hash: bytes | None, *, prefix: CheckedPrefix | None = None
+        self,
+        prefix_hash: bytes | None,
+        *,
+        prefix: CheckedPrefix | None = None,
+        is_speculative: bool = False,
     ) -> Reservation | None:
         """Reserve a slot for a prefix's state, reclaiming the least recently used checkpoint.
 
         It cannot be matched before it is committed. Without a hash it is ``commit`` that names it:
         a slot for the state of a prefix that still grows.
+
+        Args:
+            prefix_hash: whose state it will hold; None if that is not known yet.
+            prefix: what the hash stands for.
+            is_speculative: nobody is known to come back for it, as for those at every so many
+                tokens. Until somebody does, it is reclaimed before all that are not; else a long
+                prompt would push out the ends of many conversations. One that exists is
+                speculative no more if it is asked for as one that is not.
 
         Returns:
             A reservation, ``existing`` where the prefix has a checkpoint already. None where one is
@@ -118,13 +131,15 @@ class LinearStatePrefixCache:
         if known is not None:
             if not self._check(known, prefix):
                 return None
+            if not is_speculative:
+                slots.prove(known)
             return Reservation(slots, known, existing=True)
         claim = slots.claims.get(prefix_hash)
         if claim is not None:
             if self._check(claim, prefix):
                 self.num_coalesced_total += 1
             return None
-        claim = slots.reserve(prefix_hash, prefix)
+        claim = slots.reserve(prefix_hash, prefix, is_speculative=is_speculative)
         if claim is None:
             self._skip(prefix_hash)
             return None

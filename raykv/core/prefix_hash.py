@@ -46,20 +46,8 @@ class PrefixHasher:
         num_tokens = num_blocks * self.block_size
         if num_blocks == 0:
             return np.empty((0, _NUM_LANES), np.uint64)
-        self._grow_keys(num_tokens)
-        values = (tokens[:num_tokens].astype(np.int64) + 1).view(np.uint64)
-        products = self._keys[:, :num_tokens] * values
-        sums = products.reshape(_NUM_LANES, num_blocks, self.block_size).sum(axis=2)
-        sums[:, 0] += self._digest(b"namespace", repr(namespace.root).encode())
-        for index, (offset, content) in enumerate(namespace.multimodal):
-            if offset < num_tokens:
-                item = repr((index, offset, content)).encode()
-                sums[:, offset // self.block_size] += self._digest(b"item", item)
-        lanes = np.cumsum(sums, axis=1)
-        lanes += np.arange(1, num_blocks + 1, dtype=np.uint64) * _MIX[1]
-        lanes = (lanes ^ (lanes >> _SHIFT)) * _MIX[0]  # spreads the weak low bits upwards
-        lanes ^= lanes >> _SHIFT
-        return np.ascontiguousarray(lanes.T)
+        sums = self.block_sums(tokens[:num_tokens], namespace)
+        return _finish(np.cumsum(sums, axis=1), np.arange(1, num_blocks + 1, dtype=np.uint64))
 
     def names(self, token_ids: TokenIds, *, namespace: Namespace = DEFAULT) -> list[bytes]:
         """The same as 16 bytes per full block."""
@@ -70,6 +58,29 @@ class PrefixHasher:
         """The last of ``names``: that of all full blocks of the tokens, of which there is one."""
         name: bytes = self.hashes(token_ids, namespace=namespace)[-1].tobytes()
         return name
+
+    def block_sums(
+        self, tokens: NDArray[np.int32], namespace: Namespace, start: int = 0
+    ) -> NDArray[np.uint64]:
+        """What each full block adds to the lanes, uint64 [2, n].
+
+        Args:
+            tokens: of whole blocks.
+            namespace: whose they are.
+            start: the position of the first, a multiple of the block size.
+        """
+        stop = start + len(tokens)
+        self._grow_keys(stop)
+        values = (tokens.astype(np.int64) + 1).view(np.uint64)
+        products = self._keys[:, start:stop] * values
+        sums: NDArray[np.uint64] = products.reshape(_NUM_LANES, -1, self.block_size).sum(axis=2)
+        if start == 0:
+            sums[:, 0] += self._digest(b"namespace", repr(namespace.root).encode())
+        for index, (offset, content) in enumerate(namespace.multimodal):
+            if start <= offset < stop:
+                item = repr((index, offset, content)).encode()
+                sums[:, (offset - start) // self.block_size] += self._digest(b"item", item)
+        return sums
 
     def _grow_keys(self, num_tokens: int) -> None:
         have = self._keys.shape[1]
@@ -93,3 +104,46 @@ class PrefixHasher:
 
     def _digest(self, purpose: bytes, data: bytes) -> NDArray[np.uint64]:
         return np.frombuffer(self._derive(purpose + b":" + data), np.uint64)
+
+
+class GrowingName:
+    """The name of a prefix that grows: only what is new is read.
+
+    Args:
+        hasher: whose names they are.
+        namespace: whose tokens.
+    """
+
+    def __init__(self, hasher: PrefixHasher, namespace: Namespace = DEFAULT) -> None:
+        self._hasher = hasher
+        self._namespace = namespace
+        self._num_tokens = 0
+        self._lanes = np.zeros(_NUM_LANES, np.uint64)
+
+    def of(self, token_ids: NDArray[np.int32], num_tokens: int) -> bytes:
+        """The name of the first tokens, the same as ``names`` gives.
+
+        Args:
+            token_ids: int32, no fewer than those; what was named before must not have changed.
+            num_tokens: how many, whole blocks and at least one; fewer than before reads them anew.
+        """
+        size = self._hasher.block_size
+        assert num_tokens > 0, "only blocks have names"
+        assert num_tokens % size == 0, "only full blocks have names"
+        if num_tokens < self._num_tokens:
+            self._num_tokens, self._lanes = 0, np.zeros(_NUM_LANES, np.uint64)
+        start = self._num_tokens
+        if start < num_tokens:
+            new = self._hasher.block_sums(token_ids[start:num_tokens], self._namespace, start)
+            self._lanes = self._lanes + new.sum(axis=1)
+            self._num_tokens = num_tokens
+        number = np.array([num_tokens // size], np.uint64)
+        return _finish(self._lanes[:, None], number).tobytes()
+
+
+def _finish(lanes: NDArray[np.uint64], numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Hashes [n, 2] from lanes [2, n] at the ends of blocks, of these ``numbers``."""
+    lanes = lanes + numbers * _MIX[1]
+    lanes = (lanes ^ (lanes >> _SHIFT)) * _MIX[0]  # spreads the weak low bits upwards
+    lanes ^= lanes >> _SHIFT
+    return np.ascontiguousarray(lanes.T)

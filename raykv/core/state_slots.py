@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from raykv.errors import DoubleFreeError, IntegrityError
@@ -32,6 +33,7 @@ class Checkpoint:
     slot: int
     index: Index  # of the slot
     prefix: CheckedPrefix | None
+    is_speculative: bool = False
 
     @property
     def is_unnamed(self) -> bool:
@@ -44,7 +46,8 @@ class StateSlots(SingleBlockManager):
 
     - live: a running sequence's; one or more uses.
     - pending: reserved for a checkpoint that is not written yet; one reference.
-    - committed: a checkpoint. Pinned while handles reference it, else reclaimable.
+    - committed: a checkpoint. Pinned while handles reference it, else reclaimable: first those of
+      retired versions, then speculative ones that nobody has held yet, then the others.
     - lingering: neither of these, but a pin remains of what it was.
 
     The states partition the slots. A slot whose last handle goes is reclaimable if it is committed,
@@ -68,6 +71,8 @@ class StateSlots(SingleBlockManager):
         self._recent: OrderedDict[int, None] = OrderedDict()
         self._retired: OrderedDict[int, None] = OrderedDict()
         self._retired_versions: set[int] = set()
+        self._spare: OrderedDict[int, None] = OrderedDict()
+        self._unproven: set[int] = set()  # committed, speculative, and not held since
         self._num_unnamed = 0
         # The handles that a live slot was given out in. Weak: one that nobody keeps gives its slot
         # back.
@@ -120,7 +125,9 @@ class StateSlots(SingleBlockManager):
 
     # -- checkpoints ----------------------------------------------------------------------------
 
-    def reserve(self, prefix_hash: bytes, prefix: CheckedPrefix | None) -> Checkpoint | None:
+    def reserve(
+        self, prefix_hash: bytes, prefix: CheckedPrefix | None, *, is_speculative: bool = False
+    ) -> Checkpoint | None:
         """Make a slot pending, with a claim on the hash, which must be unclaimed.
 
         Returns:
@@ -129,7 +136,7 @@ class StateSlots(SingleBlockManager):
         if not self._has_room():
             return None
         slot = self._ledger.take_one(REF)
-        claim = Checkpoint(prefix_hash, slot, self.index_of(slot), prefix)
+        claim = Checkpoint(prefix_hash, slot, self.index_of(slot), prefix, is_speculative)
         self._reserved[slot] = self.claims[prefix_hash] = claim
         return claim
 
@@ -142,7 +149,7 @@ class StateSlots(SingleBlockManager):
         self, claim: Checkpoint, prefix_hash: bytes, prefix: CheckedPrefix | None
     ) -> Checkpoint:
         """What a pending slot is under this name."""
-        return Checkpoint(prefix_hash, claim.slot, claim.index, prefix)
+        return Checkpoint(prefix_hash, claim.slot, claim.index, prefix, claim.is_speculative)
 
     def commit(self, claim: Checkpoint, name: Checkpoint) -> None:
         """Let a pending slot be matched under a name, whose hash must not be committed.
@@ -152,6 +159,8 @@ class StateSlots(SingleBlockManager):
         slot = claim.slot
         del self.claims[claim.prefix_hash], self._reserved[slot]
         self.committed[name.prefix_hash] = self._checkpoints[slot] = name
+        if name.is_speculative:
+            self._unproven.add(slot)
         if self._ledger.subtract_one(slot, REF):
             self._queue(name)[slot] = None
 
@@ -189,8 +198,18 @@ class StateSlots(SingleBlockManager):
         slot = checkpoint.slot
         if not self._ledger.count_of(slot):
             del self._queue(checkpoint)[slot]
+        self._unproven.discard(slot)
         self._ledger.add_one(slot, REF)
         return Blocks(self, checkpoint.index, REF)
+
+    def prove(self, checkpoint: Checkpoint) -> None:
+        """A committed checkpoint is speculative no more."""
+        slot = checkpoint.slot
+        if slot in self._unproven:
+            is_idle = self._queue(checkpoint).pop(slot, self) is None
+            self._unproven.remove(slot)
+            if is_idle:
+                self._queue(checkpoint)[slot] = None
 
     def refresh(self, checkpoint: Checkpoint) -> None:
         """Make a committed checkpoint the most recently used one."""
@@ -208,9 +227,10 @@ class StateSlots(SingleBlockManager):
         Pending ones do not count. Slots that somebody holds come back when they are let go.
         """
         num_forgotten = len(self._checkpoints)
-        for slot in (*self._retired, *self._recent):
+        queues = (self._retired, self._spare, self._recent)
+        for slot in chain(*queues):
             self._ledger.give_back_one(slot)
-        for each in (self.committed, self.claims, self._checkpoints, self._retired, self._recent):
+        for each in (self.committed, self.claims, self._checkpoints, self._unproven, *queues):
             each.clear()
         return num_forgotten
 
@@ -226,7 +246,7 @@ class StateSlots(SingleBlockManager):
     def num_evictable_blocks(self) -> int:
         """Committed slots that nobody pins."""
         self._settle_dropped()
-        return len(self._recent) + len(self._retired)
+        return self._num_idle
 
     @property
     def num_blocks_in_prefix_cache(self) -> int:
@@ -247,10 +267,11 @@ class StateSlots(SingleBlockManager):
         """See BlockManager."""
         self._settle_dropped()
         self._retired_versions.add(weights_version)
-        for slot in [*self._recent]:
-            if self._queue(self._checkpoints[slot]) is self._retired:
-                del self._recent[slot]
-                self._retired[slot] = None
+        for queue in (self._spare, self._recent):
+            for slot in [*queue]:
+                if self._queue(self._checkpoints[slot]) is self._retired:
+                    del queue[slot]
+                    self._retired[slot] = None
         return sum(_version(self._checkpoints[slot]) == weights_version for slot in self._retired)
 
     def reset_prefix_cache(self) -> int:
@@ -286,16 +307,18 @@ class StateSlots(SingleBlockManager):
             "a committed or pending slot is free, padding or live, or a pending one is nobody's",
         )
         idle = {slot for slot, count in counts.items() if count == 0}
+        queues = (self._retired, self._spare, self._recent)
         _require(
-            idle == self._recent.keys() | self._retired.keys()
-            and idle <= committed.keys()
-            and not self._recent.keys() & self._retired.keys(),
+            sorted(idle) == sorted(chain(*queues)) and idle <= committed.keys(),
             "the reclaimable slots are not the committed ones that nobody holds",
         )
         _require(
-            all(self._queue(committed[slot]) is self._retired for slot in self._retired)
-            and all(self._queue(committed[slot]) is self._recent for slot in self._recent),
+            all(self._queue(committed[slot]) is queue for queue in queues for slot in queue),
             "a checkpoint stands in the wrong queue",
+        )
+        _require(
+            all(slot in committed and committed[slot].is_speculative for slot in self._unproven),
+            "a checkpoint that is not speculative is kept as one",
         )
         _require(
             all(counts[slot] > 0 and slot not in committed for slot in self._handles),
@@ -321,17 +344,22 @@ class StateSlots(SingleBlockManager):
     def _queue(self, checkpoint: Checkpoint) -> OrderedDict[int, None]:
         if self._retired_versions and _version(checkpoint) in self._retired_versions:
             return self._retired
-        return self._recent
+        return self._spare if checkpoint.slot in self._unproven else self._recent
+
+    @property
+    def _num_idle(self) -> int:
+        return len(self._recent) + len(self._spare) + len(self._retired)
 
     def _has_room(self) -> bool:
         return self._ledger.num_free > 0 or self._make_room(1)
 
     def _make_room(self, num_blocks: int) -> bool:
         short = num_blocks - self._ledger.num_free
-        if short > len(self._recent) + len(self._retired):
+        if short > self._num_idle:
             return False
         for _ in range(short):
-            slot, _ = (self._retired or self._recent).popitem(last=False)
+            slot, _ = (self._retired or self._spare or self._recent).popitem(last=False)
+            self._unproven.discard(slot)
             del self.committed[self._checkpoints.pop(slot).prefix_hash]
             self._ledger.give_back_one(slot)
             self.num_reclaimed += 1

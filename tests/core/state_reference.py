@@ -19,6 +19,7 @@ class Saved:
     slot: int
     label: Label
     used: int = 0
+    is_spare: bool = False  # speculative, and nobody came back for it
     is_void: bool = False  # of a reservation: it can never be matched
 
 
@@ -48,12 +49,16 @@ class StateModel:
         return saved.label is not None and saved.label[1] in self.retired
 
     def victims(self) -> set[int]:
-        """Slots that may be reclaimed next: the oldest of each retired version, else the oldest."""
-        oldest: dict[int | None, Saved] = {}
-        for each in sorted(self.reclaimable(), key=lambda saved: saved.used):
-            oldest.setdefault(each.label[1] if self.is_retired(each) else None, each)
-        if len(oldest) > 1:
-            oldest.pop(None, None)
+        """Slots that may be reclaimed next.
+
+        The oldest of each retired version, else the oldest spare one, else the oldest.
+        """
+        candidates = sorted(self.reclaimable(), key=lambda saved: saved.used)
+        oldest: dict[int, Saved] = {}
+        for each in filter(self.is_retired, candidates):
+            oldest.setdefault(each.label[1], each)
+        if not oldest:
+            return {each.slot for each in sorted(candidates, key=lambda s: not s.is_spare)[:1]}
         return {each.slot for each in oldest.values()}
 
     def can_take(self, num_slots=1) -> bool:
@@ -72,6 +77,12 @@ class StateModel:
     def use(self, saved: Saved):
         self.clock += 1
         saved.used = self.clock
+
+    def prove(self, saved: Saved):
+        """Somebody came back for it."""
+        if saved.is_spare and not self.pins[saved.slot]:
+            self.use(saved)
+        saved.is_spare = False
 
     def let_go(self, slot):
         """Something that held a slot is gone."""
@@ -119,7 +130,7 @@ class StateModel:
     def commit(self, claim: Saved) -> int:
         self.pending.remove(claim)
         if not claim.is_void and claim.name not in self.saved:
-            self.save(Saved(claim.name, claim.slot, claim.label))
+            self.save(Saved(claim.name, claim.slot, claim.label, is_spare=claim.is_spare))
             return claim.slot
         self.free.add(claim.slot)
         return 0 if claim.is_void else self.commit_existing(claim.name, claim.label)

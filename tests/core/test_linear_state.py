@@ -298,3 +298,57 @@ def test_what_was_cleared_gets_no_name_any_more(cache):
     assert cache.commit(reservation, b"a") == 0
     assert not cache.contains(b"a")
     assert cache.num_free_slots == 5
+
+
+# -- speculative ones ------------------------------------------------------------------------------
+
+
+def speculate(cache, name):
+    return cache.commit(cache.reserve_checkpoint(name, is_speculative=True))
+
+
+def test_speculative_ones_are_reclaimed_first_until_somebody_matches_them(cache):
+    save(cache, b"old")
+    for name in (b"x", b"y", b"z"):
+        speculate(cache, name)
+    cache.match(b"x").release()
+    running(cache)  # the last free slot
+    running(cache)
+    assert saved(cache, b"old", b"x", b"y", b"z") == [b"old", b"x", b"z"]
+    running(cache)
+    running(cache)
+    assert saved(cache, b"old", b"x", b"y", b"z") == [b"x"], "now the least recently used"
+    check_partition(cache)
+
+
+def test_a_speculative_one_that_is_asked_for_is_speculative_no_more(cache):
+    for name in (b"x", b"y", b"z"):
+        speculate(cache, name)
+    assert cache.reserve_checkpoint(b"x").existing
+    assert cache.reserve_checkpoint(b"y", is_speculative=True).existing
+    for _ in range(4):
+        running(cache)
+    assert saved(cache, b"x", b"y", b"z") == [b"x"]
+    check_partition(cache)
+
+
+def test_a_named_reservation_stays_speculative_under_its_name(cache):
+    save(cache, b"old")
+    reservation = cache.reserve_checkpoint(b"x", is_speculative=True)
+    cache.commit(reservation, b"x")
+    for _ in range(4):
+        running(cache)
+    assert saved(cache, b"old", b"x") == [b"old"]
+
+
+def test_speculative_ones_are_cleared_and_retired_like_others(cache):
+    for version, name in enumerate((b"x", b"y")):
+        prefix = checked(1, weights_version=version)
+        cache.commit(cache.reserve_checkpoint(name, prefix=prefix, is_speculative=True))
+    assert cache.retire(1) == 1
+    for _ in range(4):
+        running(cache)
+    assert saved(cache, b"x", b"y") == [b"x"], "it is the older one, but y is retired"
+    assert cache.clear() == 1
+    check_partition(cache)
+    assert cache.num_free_slots == 1

@@ -158,14 +158,16 @@ class States(RuleBasedStateMachine):
 
     # -- checkpoints ---------------------------------------------------------------------------
 
-    @rule(name=names, label=labels)
-    def reserve(self, name, label):
-        real = self.real.reserve_checkpoint(name, prefix=prefix_of(label))
+    @rule(name=names, label=labels, is_spare=st.booleans())
+    def reserve(self, name, label, is_spare):
+        real = self.real.reserve_checkpoint(name, prefix=prefix_of(label), is_speculative=is_spare)
         there = self.model.saved.get(name)
         if self.model.collides(name, label):
             assert real is None
         elif there is not None:
             assert (real.existing, real.slot) == (True, there.slot)
+            if not is_spare:
+                self.model.prove(there)
             self.reserved.append(Reserved(real, None, label))
         elif self.model.claim(name) is not None:
             assert real is None
@@ -176,7 +178,7 @@ class States(RuleBasedStateMachine):
         else:
             assert not real.existing
             self.model.take(real.slot)
-            claim = Saved(name, real.slot, label)
+            claim = Saved(name, real.slot, label, is_spare=is_spare)
             self.model.pending.append(claim)
             self.reserved.append(Reserved(real, claim, label))
         if len(self.reserved) > MAX_HELD:
@@ -225,6 +227,7 @@ class States(RuleBasedStateMachine):
             assert real is None
         else:
             self.model.totals["hits"] += 1
+            self.model.prove(there)
             self.keep_pin(real, there.slot)
 
     @precondition(lambda self: self.pins)
@@ -257,6 +260,7 @@ class States(RuleBasedStateMachine):
             assert pin is None
             self.end_if(final, running, live)
         elif there is not None:
+            self.model.prove(there)
             self.keep_pin(pin, there.slot)
             self.end_if(final, running, live)
         elif not final and not self.model.can_take():

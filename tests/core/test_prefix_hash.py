@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raykv.core import BlockManagerImpl, Namespace, PrefixHasher
+from raykv.core.prefix_hash import GrowingName
 
 from .helpers import hit_ids, publish, run_of
 from .strategies import block_size, hash_seeds, wide_tokens
@@ -230,3 +231,35 @@ def test_matching_never_depends_on_the_hash(monkeypatch):
     constant = lambda self, tokens, **_: np.zeros((len(tokens) // self.block_size, 2), np.uint64)  # noqa: E731
     monkeypatch.setattr(PrefixHasher, "hashes", constant)
     assert play() == expected
+
+
+# -- names that grow -------------------------------------------------------------------------------
+
+
+@given(
+    tokens=wide_tokens, size=block_size, stops=st.lists(st.integers(1, 40), max_size=6),
+    namespace=st.sampled_from([Namespace(), IMAGE, Namespace("someone", multimodal=((0, "x"),))]),
+)  # fmt: skip
+def test_a_growing_name_is_that_of_the_whole_prefix(tokens, size, stops, namespace):
+    hasher = PrefixHasher(size, b"seed")
+    names = hasher.names(tokens, namespace=namespace)
+    growing = GrowingName(hasher, namespace)
+    array = np.array(tokens, np.int64).astype(np.int32)
+    for stop in stops:  # in any order: a preempted sequence has fewer blocks again
+        if stop <= len(names):
+            assert growing.of(array, stop * size) == names[stop - 1]
+
+
+def test_a_growing_name_reads_only_what_is_new(monkeypatch):
+    hasher, read = PrefixHasher(4, b"seed"), []
+    sums = PrefixHasher.block_sums
+
+    def count(self, tokens, namespace, start=0):
+        read.append((start, len(tokens)))
+        return sums(self, tokens, namespace, start)
+
+    monkeypatch.setattr(PrefixHasher, "block_sums", count)
+    growing, tokens = GrowingName(hasher), np.arange(100, dtype=np.int32)
+    assert growing.of(tokens, 40) == growing.of(tokens, 40)
+    growing.of(tokens, 48)
+    assert read == [(0, 40), (40, 8)]

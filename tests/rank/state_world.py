@@ -333,7 +333,8 @@ def forget_checkpoint(world, num_tokens):
     slots = world.kv.linear_state.slots
     [name] = [k for k, one in slots.committed.items() if one.prefix.num_tokens == num_tokens]
     one = slots.committed.pop(name)
-    del slots._checkpoints[one.slot], slots._recent[one.slot]
+    del slots._queue(one)[one.slot], slots._checkpoints[one.slot]
+    slots._unproven.discard(one.slot)
     slots._ledger.give_back_one(one.slot)
     world.overwrite()
 
@@ -346,6 +347,7 @@ def books(world):
         kv.rank_stats(),
         slots._ledger.counts.tolist(),
         list(slots._recent),
+        list(slots._spare),
         list(slots.committed),
         kv.block_manager._ledger.counts.tolist(),
         [(run.index, run.length) for run in order._queue],

@@ -106,6 +106,7 @@ class StatesMachine(RuleBasedStateMachine):
             cache.num_pending,
             cache.num_checkpoints,
             list(cache.slots._recent),
+            list(cache.slots._spare),
         )
         if not self.world.allocate([*running, *new]):
             assert before == (
@@ -113,6 +114,7 @@ class StatesMachine(RuleBasedStateMachine):
                 cache.num_pending,
                 cache.num_checkpoints,
                 list(cache.slots._recent),
+                list(cache.slots._spare),
             )
             assert all(one.single_block_id is one.linear_state_slot is None for one in new)
 
