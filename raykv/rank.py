@@ -23,8 +23,8 @@ from raykv.memory.state_spec import StateSpec
 from raykv.rank_build import make_block_manager, make_buffers, make_states, make_tables
 from raykv.rank_counters import RankCounters
 from raykv.rank_sleep import RankSleep
-from raykv.rank_states import ANYWHERE, Resume, resumable
 from raykv.rank_transfers import RankTransfers
+from raykv.resume_points import ANYWHERE, Resume, resumable
 
 
 class RankKV(RankCounters, RankTransfers):

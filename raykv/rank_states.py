@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from raykv.config import LinearStateConfig
 from raykv.core.block_manager import BlockManagerImpl
 from raykv.core.blocks import Blocks
-from raykv.core.checked_prefix import CheckedPrefix
 from raykv.core.explain import MissReason, MissReport
 from raykv.core.linear_state import LinearStatePrefixCache
 from raykv.core.manager import AdmitRequest
@@ -22,39 +20,10 @@ from raykv.core.sequence import Sequence, next_checkpoint
 from raykv.core.sequence_prefixes import SequencePrefixes
 from raykv.core.single import SingleBlockManager
 from raykv.core.state_copies import Save, StateCopies
-from raykv.core.tokens import as_index, as_tokens
+from raykv.core.tokens import as_index
 from raykv.errors import IntegrityError
 from raykv.memory.state_buffers import StateBuffers
-
-
-class Resume(NamedTuple):
-    """Where a new sequence goes on from.
-
-    Attributes:
-        num_blocks: leading blocks whose KV and state it reuses.
-        num_kv_blocks: leading blocks whose KV is cached.
-        name: of the checkpoint; None without one.
-        num_tokens: tokens in those blocks that it reuses.
-        is_crowded: whether it begins at the start since slots are too few to read a checkpoint.
-    """
-
-    num_blocks: int
-    num_kv_blocks: int
-    name: bytes | None = None
-    num_tokens: int = 0
-    is_crowded: bool = False
-
-
-_AT_START = Resume(0, 0)
-ANYWHERE = Resume(-1, -1)
-"""Of a sequence without recurrent state, which can go on from any cached block."""
-
-
-def resumable(request: AdmitRequest, resume: Resume) -> AdmitRequest:
-    """The request, less the cached blocks whose state nobody has."""
-    if resume.num_blocks == resume.num_kv_blocks or request.token_ids is None:
-        return request
-    return request._replace(token_ids=request.token_ids[: resume.num_tokens])
+from raykv.resume_points import AT_START, Resume, ResumePoints
 
 
 @dataclass(slots=True)
@@ -106,6 +75,7 @@ class RankStates:
         self._manager = manager
         self._singles = singles
         self._block_size = manager.block_size
+        self._points = ResumePoints(config, manager, self.cache)
         self._copies = StateCopies(self.cache)
         self._plans: dict[int, _Plan] = {}  # by single block id
 
@@ -125,17 +95,7 @@ class RankStates:
         Returns:
             None if there are fewer slots than sequences.
         """
-        if len(requests) > self.num_obtainable_slots:
-            return None
-        resumes = [self._find(request) for request in requests]
-        read = {resume.name for resume in resumes if resume.name is not None}
-        if len(requests) + sum(map(self.cache.can_reclaim, read)) > self.num_obtainable_slots:
-            # The last slots cannot be read and be written to at once: computing anew beats waiting.
-            return [
-                resume if resume.name is None else Resume(0, resume.num_kv_blocks, is_crowded=True)
-                for resume in resumes
-            ]
-        return resumes
+        return self._points.find(requests, self.num_obtainable_slots)
 
     def admit(self, sequences: SequenceOf[Sequence], resumes: SequenceOf[Resume]) -> None:
         """Give sequences that just got their rows live slots, as ``resume`` has found room for."""
@@ -147,7 +107,7 @@ class RankStates:
         slots = live.detach().tolist()
         for sequence, one, pin, slot in zip(sequences, resumes, pins, slots, strict=True):
             sequence.linear_state_slot = slot
-            sequence.kv_state.checkpoint_stops = self._stops(sequence.num_tokens, one)
+            sequence.kv_state.checkpoint_stops = self._points.stops(sequence.num_tokens, one)
             if pin is not None:
                 self.num_resumed_total += 1
                 self._owe(sequence, int(pin.index[0]), pin)
@@ -160,7 +120,7 @@ class RankStates:
         live = self.cache.acquire_live_slots(1)
         assert live is not None, "the caller has counted the slots"
         child.linear_state_slot = int(live.detach()[0])
-        self._plan(child, _AT_START)
+        self._plan(child, AT_START)
         if child.kv_state.num_computed_tokens:
             self._owe(child, self._address(parent), self._pin(parent))
 
@@ -306,66 +266,13 @@ class RankStates:
         """Whether a live slot can become a checkpoint: live states lie as checkpoints do."""
         return self.buffers is None or self.buffers.checkpoint_dtype == "float32"
 
-    def _find(self, request: AdmitRequest) -> Resume:
-        if request.token_ids is None:
-            return _AT_START
-        tokens = as_tokens(request.token_ids)[: request.num_blocks * self._block_size]
-        namespace = request.namespace
-        num_kv = self._manager.num_matching_blocks(tokens, namespace=namespace)
-        if not num_kv:
-            return _AT_START
-        names = self._manager.hasher.names(tokens[: num_kv * self._block_size], namespace=namespace)
-        raw = tokens[: num_kv * self._block_size].tobytes()
-        for index in self._eligible(names):
-            prefix = CheckedPrefix(raw, (index + 1) * self._block_size, namespace)
-            if self.cache.verify(names[index], prefix):
-                return Resume(index + 1, num_kv, names[index], prefix.num_tokens)
-        return Resume(0, num_kv)
-
-    def _eligible(self, names: list[bytes]) -> list[int]:
-        """Indices of blocks whose end has a checkpoint that may be used, the best first."""
-        if self.config.match == "deepest":
-            # Seldom more than a few are looked at: conversations end in a checkpoint.
-            return [i for i in range(len(names) - 1, -1, -1) if self.cache.contains(names[i])]
-        run: list[int] = []
-        step = self.config.stride_tokens // self._block_size
-        for index in range(step - 1, len(names), step):
-            if not self.cache.contains(names[index]):
-                break
-            run.append(index)
-        return run[::-1]
-
-    def _stops(self, num_tokens: int, resume: Resume) -> tuple[int, ...]:
-        """Boundaries of a prompt, beside the stride's, at which checkpoints are due."""
-        size, stops = self._block_size, set()
-        if self.config.at_prompt_end:
-            # The last that an equal prompt can use, for one token is left to compute; and the last
-            # that a longer one can use.
-            stops |= {(num_tokens - 1) // size * size, num_tokens // size * size}
-        if self.config.at_branch:
-            stops.add(resume.num_kv_blocks * size)
-        return tuple(sorted(stop for stop in stops if stop > resume.num_blocks * size))
-
     def _plan(self, sequence: Sequence, resume: Resume) -> None:
         assert sequence.single_block_id is not None, "it holds a row"
         computed = sequence.kv_state.num_computed_tokens
         prefixes = SequencePrefixes(sequence, self._manager.hasher)
         plan = self._plans[sequence.single_block_id] = _Plan(resume, computed, prefixes)
         if resume.num_blocks < resume.num_kv_blocks:
-            plan.miss = self._why(prefixes, resume)
-
-    def _why(self, prefixes: SequencePrefixes, resume: Resume) -> MissReason:
-        """Why it does not reuse all KV that is cached, as things are now."""
-        if resume.is_crowded:
-            return "no_state_slot"
-        names = prefixes.prompt_names[resume.num_blocks : resume.num_kv_blocks]
-        if self.config.match == "contiguous" and any(map(self.cache.contains, names)):
-            return "stride"
-        if any(map(self.cache.was_skipped, names)):
-            return "no_state_slot"
-        stride = self.config.stride_tokens // self._block_size
-        is_between = resume.num_blocks // stride == resume.num_kv_blocks // stride
-        return "stride" if self.config.at_stride and is_between else "no_checkpoint"
+            plan.miss = self._points.why_not_all(prefixes, resume)
 
     def _save(
         self, sequence: Sequence, plan: _Plan, num_tokens: int, *, is_speculative: bool

@@ -49,6 +49,7 @@ class SplitBuffers:
     """As StateBuffers whose checkpoints are compressed: live states lie apart, one per row."""
 
     checkpoint_dtype = "bfloat16"
+    checkpoint_bytes = 4
 
     def __init__(self, num_slots):
         self.live_base = num_slots
