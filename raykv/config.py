@@ -92,7 +92,8 @@ class LinearStateConfig(FrozenModel):
         stride_tokens: a prefill leaves a checkpoint at each multiple; a multiple of block_size.
         checkpoint_dtype: how checkpoints keep the recurrent state: ``float32`` as it was computed,
             ``bfloat16`` and ``int8`` in a half or a quarter of that, rounded.
-        at_stride: whether there are checkpoints every ``stride_tokens``.
+        at_stride: whether there are checkpoints every ``stride_tokens``. With ``deepest`` they are
+            reclaimed before all others until somebody resumes from them.
         at_prompt_end: whether there is one at the last full block of a prompt.
         at_generation_end: whether there is one at the last full block of what was generated.
         at_branch: whether there is one where cached KV went further than the deepest checkpoint,

@@ -53,7 +53,7 @@ class FirstToken:
 
 
 def measure(
-    models: Iterable[str] = MODELS, lengths: Iterable[int] = LENGTHS, num_runs: int = 5
+    models: Iterable[str] = MODELS, lengths: Iterable[int] = LENGTHS, num_runs: int = 3
 ) -> Iterator[FirstToken]:
     """Serve each length with checkpoints and without, in turns.
 
