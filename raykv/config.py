@@ -87,8 +87,8 @@ class LinearStateConfig(FrozenModel):
         num_slots: state slots per rank, the padding slot 0 included: one for each running sequence
             and one for each checkpoint.
         match: how far a prefix may be reused. ``contiguous`` is the seed's rule (section 7.2): the
-            run of multiples of ``stride_tokens`` from the start that all have a checkpoint;
-            ``deepest``: the last block boundary that has one.
+            run of multiples of ``stride_tokens`` from the start that all have a checkpoint, so
+            there are no others; ``deepest``: the last block boundary that has one.
         stride_tokens: a prefill leaves a checkpoint at each multiple; a multiple of block_size.
         checkpoint_dtype: how checkpoints keep the recurrent state: ``float32`` as it was computed,
             ``bfloat16`` and ``int8`` in a half or a quarter of that, rounded.

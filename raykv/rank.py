@@ -336,6 +336,8 @@ class RankKV(RankCounters, RankTransfers):
             self._num_admissions += 1
             self._num_queried += sequence.num_tokens
             self._num_hit += num_shared * self.block_size
+            if self.states is not None and num_shared:
+                self.states.num_resumed_total += 1
 
     def _release(self, sequence: Sequence, *, publish: bool) -> None:
         row = self._rows.find(sequence)

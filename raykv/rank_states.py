@@ -58,7 +58,8 @@ class RankStates:
         config: the same.
         cache: the slots' books.
         buffers: their memory.
-        num_resumed_total: sequences that began from a checkpoint.
+        num_resumed_total: sequences that began from a checkpoint; counted by the rank, each once
+            however often it is preempted.
     """
 
     def __init__(
@@ -110,7 +111,6 @@ class RankStates:
             sequence.linear_state_slot = slot
             sequence.kv_state.checkpoint_stops = self._points.stops(sequence.num_tokens, one)
             if pin is not None:
-                self.num_resumed_total += 1
                 self._owe(sequence, int(pin.index[0]), pin)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
@@ -182,10 +182,10 @@ class RankStates:
             is_stride = self.config.at_stride and num_tokens % self.config.stride_tokens == 0
             is_stop = num_tokens in state.checkpoint_stops
             if is_stride or is_stop:
-                # Contiguous hits need those at strides, and no others.
+                # Contiguous hits need those at strides.
                 is_speculative = not is_stop and self.config.match == "deepest"
                 self._save(sequence, plan, num_tokens, is_speculative=is_speculative)
-            elif self.config.at_generation_end and num_tokens >= state.num_admitted_tokens:
+            elif self._keeps_ends and num_tokens >= state.num_admitted_tokens:
                 self._roll(sequence, plan, num_tokens)
 
     def take_copies(self, driver_id: str) -> list[tuple[int, int]]:
@@ -312,9 +312,17 @@ class RankStates:
         plan.rolling.num_tokens = num_tokens
         self._copies.add_save(plan.rolling, self._address(sequence), self._pin(sequence))
 
+    @property
+    def _keeps_ends(self) -> bool:
+        """Whether the ends of what is generated are kept: contiguous hits could not use them."""
+        return self.config.at_generation_end and self.config.match == "deepest"
+
     def _stands_at_boundary(self, sequence: Sequence, plan: _Plan) -> bool:
+        """Whether its state is that of a boundary that a hit could end at."""
         computed = sequence.kv_state.num_computed_tokens
-        return computed > plan.num_inherited_tokens and computed % self._block_size == 0
+        is_deepest = self.config.match == "deepest"
+        step = self._block_size if is_deepest else self.config.stride_tokens
+        return computed > plan.num_inherited_tokens and computed % step == 0
 
     def _owe(self, sequence: Sequence, source: int, pin: Blocks) -> None:
         """A live slot is to be filled before its sequence computes."""

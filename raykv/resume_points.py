@@ -85,7 +85,12 @@ class ResumePoints:
         return resumes
 
     def stops(self, num_tokens: int, resume: Resume) -> tuple[int, ...]:
-        """Boundaries of a prompt, beside the stride's, at which checkpoints are due."""
+        """Boundaries of a prompt, beside the stride's, at which checkpoints are due.
+
+        None for ``contiguous``, which could not use them.
+        """
+        if self._config.match == "contiguous":
+            return ()
         size, stops = self._block_size, set()
         if self._config.at_prompt_end:
             # The last that an equal prompt can use, for one token is left to compute; and the last

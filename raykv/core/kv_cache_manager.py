@@ -192,7 +192,8 @@ class KVCacheManager(ABC):
         """Per rank the (source, target) copies of recurrent state due before the next step.
 
         Addresses are those of ``StateBuffers.copy``. What ``allocate`` asks for fills live slots
-        from checkpoints; what ``cache`` asks for keeps the state just computed as a checkpoint.
+        from checkpoints; what ``cache`` asks for keeps the state just computed as a checkpoint, so
+        fetch it before the sequence computes on.
         Handed out once; slots stay referenced, and checkpoints cannot be found, until
         ``ack_state_transfers``. The built-in engine does this by itself.
         """

@@ -294,3 +294,18 @@ def test_a_copy_for_a_fork_waits_while_saves_are_fetched(make_world):
     assert world.take() == [(world.address(parent), world.address(child))]
     world.execute()
     world.check()
+
+
+def test_contiguous_keeps_nothing_that_it_could_not_use(make_world):
+    """No checkpoint off the stride, so no slot and no cut for one."""
+    world = make_world(match="contiguous", stride_tokens=2 * SIZE)
+    first = world.admit(text(14))
+    assert first.kv_state.checkpoint_stops == ()
+    world.prefill(first)
+    world.decode(first, text(7))
+    assert world.kv.linear_state.num_pending == 0
+    world.release(first)
+    assert checkpoints(world) == [8, 16]
+    second = world.admit([*text(14), 99, 98])
+    assert second.kv_state.num_computed_tokens == 8
+    world.prefill(second)
