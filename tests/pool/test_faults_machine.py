@@ -1,7 +1,8 @@
 """Two drivers on two ranks, and all that can go wrong between them, in every order.
 
 What the machine checks, after each step: a rank's books are right; nobody reads KV that was not
-computed for exactly his tokens; a driver that hears from its ranks lists what they hold for it; an
+computed for exactly his tokens, nor goes on from another state than theirs, where there is
+recurrent state; a driver that hears from its ranks lists what they hold for it; an
 error is a RankUnavailableError, and only when the driver has no rank left. At the end, with the
 faults over, all memory is back.
 """
@@ -12,6 +13,7 @@ import logging
 import random
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -69,11 +71,18 @@ class FaultsMachine(RuleBasedStateMachine):
         num_blocks=st.integers(3, 12),
         block_size=st.integers(1, 3),
         num_single_blocks=st.integers(2, 6),
+        num_more_slots=st.none() | st.integers(0, 4),
         seed=st.integers(0, 2**32),
     )
-    def start(self, seed, **values):
+    def start(self, seed, num_more_slots, **values):
         self.now = 100.0
         self.num_events = 0
+        if num_more_slots is not None:
+            values["linear_state"] = {
+                "num_slots": values["num_single_blocks"] + num_more_slots,
+                "stride_tokens": values["block_size"],
+                "match": "deepest",
+            }
         config = PoolConfig(
             dp_size=2, hash_seed=b"seed", ray={"lease_s": LEASE_S, "ramp_s": 0}, **values
         )
@@ -81,6 +90,7 @@ class FaultsMachine(RuleBasedStateMachine):
         self.hosts = [MortalHost(config, rank, clock=lambda: self.now) for rank in range(2)]
         # (epoch, slot) -> (the tokens up to there, when the oldest of them was computed)
         self.memory = {}
+        self.states = {}  # (epoch, address) -> the tokens that went into the state there
         self.faults = Faults(random.Random(seed))
         self.drivers = []
         for name in ("one", "two"):
@@ -99,7 +109,13 @@ class FaultsMachine(RuleBasedStateMachine):
             driver.pool.deallocate(driver.sequences)
             driver.pool.get_swap_block_transfer_infos()
             driver.pool.ack_swaps()
+            driver.pool.get_state_transfer_infos()
+            driver.pool.ack_state_transfers()
         for host in self.hosts:
+            cache = host.host._kv.linear_state
+            if cache is not None:
+                assert cache.num_live_slots == cache.num_pending == cache.num_lingering_slots == 0
+                assert cache.num_reclaimable == cache.num_checkpoints
             stats = host.host._kv.rank_stats()
             assert stats.num_used_blocks == 0
             assert stats.num_available_blocks == stats.num_total_blocks
@@ -239,12 +255,25 @@ class FaultsMachine(RuleBasedStateMachine):
                 for offset in range(size):
                     content = self.memory.get((rank.info.epoch, source * size + offset))
                     self.memory[rank.info.epoch, target * size + offset] = content
-        return self.do(driver, lambda: driver.pool.ack_swaps() or True)
+        if not self.do(driver, lambda: driver.pool.ack_swaps() or True):
+            return False
+        copies = self.do(driver, driver.pool.get_state_transfer_infos)
+        if copies is None:
+            return False
+        for rank, pairs in zip(driver.pool.ranks, copies, strict=True):
+            read = [self.states.get((rank.info.epoch, source)) for source, _ in pairs]
+            for (_, target), content in zip(pairs, read, strict=True):
+                self.states[rank.info.epoch, target] = content
+        return self.do(driver, lambda: driver.pool.ack_state_transfers() or True)
 
     def write(self, driver, sequence, start, stop):
         epoch = driver.pool.ranks[sequence.dp_rank].info.epoch
         slots, text = sequence.slot_ids(0, stop).tolist(), tuple(sequence.token_ids.tolist())
         self.num_events += 1
+        if sequence.linear_state_slot is not None:
+            address = epoch, sequence.linear_state_slot
+            assert not start or self.states[address] == text[:start]
+            self.states[address] = text[:stop]
         for position in range(start, stop):
             before = self.memory[epoch, slots[position - 1]][1] if position else self.num_events
             content = text[: position + 1], min(before, self.num_events)
@@ -371,7 +400,7 @@ class FaultsMachine(RuleBasedStateMachine):
             owed = {
                 target * kv.block_size + offset
                 for swaps in kv._copies.owed.values()
-                for _, target in swaps._due
+                for target in swaps._due
                 for offset in range(kv.block_size)
             }
             writable = []
@@ -387,6 +416,17 @@ class FaultsMachine(RuleBasedStateMachine):
             assert len(writable) == len(set(writable)), "a block is two sequences' to write"
 
     @invariant()
+    def checkpoints_are_what_they_name(self):
+        for host in getattr(self, "hosts", ()):
+            kv, epoch = host.host._kv, host.host._service.epoch
+            if host.is_dead or kv.linear_state is None:
+                continue
+            for checkpoint in kv.linear_state.slots.committed.values():
+                prefix = checkpoint.prefix
+                tokens = np.frombuffer(prefix.tokens, np.int32)[: prefix.num_tokens]
+                assert self.states[epoch, checkpoint.slot] == tuple(tokens.tolist())
+
+    @invariant()
     def a_driver_that_hears_lists_what_is_held(self):
         if not getattr(self, "is_calm", False):
             return
@@ -397,6 +437,7 @@ class FaultsMachine(RuleBasedStateMachine):
                 theirs = self.copy_on_rank(driver, sequence)
                 assert theirs is not None
                 assert theirs.single_block_id == sequence.single_block_id
+                assert theirs.linear_state_slot == sequence.linear_state_slot
                 mine = sequence.kv_state
                 assert theirs.kv_state.block_ids.tolist() == mine.block_ids.tolist()
                 text = sequence.token_ids.tolist()
