@@ -105,6 +105,7 @@ class RankStates:
         assert live is not None, "resume() has counted the slots"
         slots = live.detach().tolist()
         for sequence, one, pin, slot in zip(sequences, resumes, pins, slots, strict=True):
+            self._refresh(sequence, one.num_tokens)
             sequence.linear_state_slot = slot
             sequence.kv_state.checkpoint_stops = self._points.stops(sequence.num_tokens, one)
             if pin is not None:
@@ -145,6 +146,7 @@ class RankStates:
                 self._copies.commit(save)
         if plan.rolling is not None:
             plan.rolling.give_up()
+        self._refresh(sequence, sequence.kv_state.num_computed_tokens)
         del self._plans[row]
         self.cache.release_live_slot(sequence)
 
@@ -273,9 +275,22 @@ class RankStates:
         if resume.num_blocks < resume.num_kv_blocks:
             plan.miss = self._points.why_not_all(prefixes, resume)
 
+    def _refresh(self, sequence: Sequence, num_tokens: int) -> None:
+        """Where hits need a run of checkpoints, its deeper ones go first and its start goes last.
+
+        Each would be the most recent one as it is taken, so the start, without which the others
+        are of no use, would be the first to go.
+        """
+        slots = self.cache.slots
+        for name in self._points.rests_on(self._plan_of(sequence).prefixes, num_tokens):
+            known = slots.committed.get(name)
+            if known is not None:
+                slots.refresh(known)
+
     def _save(
         self, sequence: Sequence, plan: _Plan, num_tokens: int, *, is_speculative: bool
     ) -> None:
+        self._refresh(sequence, num_tokens)  # the first ones must not make room for this one
         name, prefix = plan.prefixes.name(num_tokens), plan.prefixes.checked(num_tokens)
         reservation = self.cache.reserve_checkpoint(
             name, prefix=prefix, is_speculative=is_speculative

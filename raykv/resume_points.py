@@ -95,6 +95,16 @@ class ResumePoints:
             stops.add(resume.num_kv_blocks * size)
         return tuple(sorted(stop for stop in stops if stop > resume.num_blocks * size))
 
+    def rests_on(self, prefixes: SequencePrefixes, num_tokens: int) -> list[bytes]:
+        """Names of the checkpoints that a hit of a prompt's first tokens needs, the deepest first.
+
+        Beside the one that it ends at: under ``deepest`` there are none.
+        """
+        if self._config.match == "deepest":
+            return []
+        step = self._config.stride_tokens // self._block_size
+        return prefixes.prompt_names[step - 1 : num_tokens // self._block_size : step][::-1]
+
     def why_not_all(self, prefixes: SequencePrefixes, resume: Resume) -> MissReason:
         """Why it does not reuse all KV that is cached, as things are now."""
         if resume.is_crowded:
