@@ -20,7 +20,6 @@ from raykv.core.sequence import Sequence, next_checkpoint
 from raykv.core.sequence_prefixes import SequencePrefixes
 from raykv.core.single import SingleBlockManager
 from raykv.core.state_copies import Save, StateCopies
-from raykv.core.tokens import as_index
 from raykv.errors import IntegrityError
 from raykv.memory.state_buffers import StateBuffers
 from raykv.resume_points import AT_START, Resume, ResumePoints
@@ -335,8 +334,8 @@ class RankStates:
         assert slot is not None, "it holds a live slot"
         assert row is not None, "it holds a row"
         if self.promotes:
-            return self.cache.slots.pin(as_index([slot]))
-        return self._singles.pin(as_index([row]))
+            return self.cache.slots.pin_one(slot)
+        return self._singles.pin_one(row)
 
     def _address(self, sequence: Sequence) -> int:
         slot, row = sequence.linear_state_slot, sequence.single_block_id

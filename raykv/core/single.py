@@ -52,6 +52,13 @@ class SingleBlockManager(LedgerBlockManager):
         self._ledger.add_one(ids.item(), weight)
         return Blocks(self, ids, weight, unique=unique)
 
+    def pin_one(self, block_id: int) -> Blocks:
+        """A pin of one block that somebody holds: ``pin`` in half the time."""
+        if self.dropped:
+            self._settle_dropped()
+        self._ledger.add_one(block_id, REF)
+        return Blocks(self, self.index_of(block_id), REF)
+
     def drop(self, ids: Index, weight: int, *, unique: bool) -> None:
         """Take a handle's references or uses off the books."""
         if self.dropped:

@@ -10,7 +10,6 @@ from .copy_on_write import SwapList
 from .linear_state import LinearStatePrefixCache
 from .reservation import Reservation
 from .sequence import Sequence
-from .tokens import as_index
 
 
 @dataclass(slots=True, eq=False)
@@ -87,7 +86,7 @@ class StateCopies:
         save.is_copied = False
         target = save.reservation.slot
         # A reservation may be given up while the copy is under way; the pin stays until it is done.
-        target_pin = self._cache.slots.pin(as_index([target]))
+        target_pin = self._cache.slots.pin_one(target)
         owed.copies.add(source, target, source_pin, target_pin)
         owed.due[target] = save
 

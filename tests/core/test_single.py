@@ -111,6 +111,21 @@ def test_one_and_many_at_a_time_go_together():
     manager.check_integrity()
 
 
+def test_a_pin_of_one_is_a_pin():
+    manager = SingleBlockManager(4)
+    blocks = manager.allocate(1)
+    pins = [manager.pin_one(1), manager.pin(manager.index_of(1))]
+    assert blocks.ref_counts.tolist() == [3]
+    assert not any(pin.is_use for pin in pins)
+    blocks.release()
+    for pin in pins:
+        assert (manager.num_used_blocks, manager.num_free_blocks) == (0, 2)
+        manager.check_integrity()
+        pin.release()
+    assert manager.num_free_blocks == 3
+    manager.check_integrity()
+
+
 def test_the_index_of_an_id_cannot_be_written_to():
     manager = SingleBlockManager(4)
     ids = manager.allocate(1).detach()
