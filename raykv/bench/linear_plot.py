@@ -57,13 +57,14 @@ def _draw_panel(axes: Any, workload: str, hits: list[Hits]) -> None:
             axes.axhline(100 * one.hit_rate, color="black", lw=1, ls="--", label=label)
         elif not one.setting.is_kv_scarce and one.setting.without in _DRAWN:
             lines.setdefault(one.setting.name, []).append(one)
-    for name, found in lines.items():
+    for index, (name, found) in enumerate(lines.items()):
         setting = found[0].setting
         colour = _COLOURS.get(0 if setting.without else setting.stride_tokens)
         slots = [one.setting.num_slots for one in found]
         rates = [100 * one.hit_rate for one in found]
         style = _STYLES[setting.match or "deepest"]
-        axes.plot(slots, rates, style, marker="o", ms=3, color=colour, label=name)
+        width = max(1.0, 3 - 0.5 * index)  # equal lines lie on one another, and all are to be seen
+        axes.plot(slots, rates, style, marker="o", ms=3, lw=width, color=colour, label=name)
     axes.set_xscale("log", base=2)
     ticks = sorted({one.setting.num_slots for one in hits if one.setting.match is not None})
     axes.set_xticks(ticks, [f"{each:,}" for each in ticks])
