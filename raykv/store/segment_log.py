@@ -261,6 +261,8 @@ class SegmentLog:
             segment.keys.append(record.key)
         if is_last:
             segment.cut(end)
+        elif segment.size > end:
+            self._counts.add(corrupt=1)
 
     def _is_whole(self, record: Record, place: _Place) -> bool:
         found = self._read_at(record.key, place, lambda size: memoryview(bytearray(size)))

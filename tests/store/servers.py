@@ -30,7 +30,16 @@ class RedisServer:
     def start(self):
         command = [
             *(self.program, "--port", str(self.port), "--bind", "127.0.0.1"),
-            *("--save", "", "--appendonly", "no", "--dir", str(self.folder), "--loglevel", "warning"),
+            *(
+                "--save",
+                "",
+                "--appendonly",
+                "no",
+                "--dir",
+                str(self.folder),
+                "--loglevel",
+                "warning",
+            ),
         ]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)  # noqa: S603
         for _ in range(500):

@@ -150,4 +150,3 @@ def test_weights_without_a_name_are_refused():
 def test_token_ids_that_are_none_are_refused():
     with pytest.raises(ValueError, match="int32"):
         KEYS.keys([2**31, 1, 1, 1])
-
