@@ -77,7 +77,7 @@ class CircuitBreaker:
     def fail(self) -> None:
         """Who was asked has failed."""
         self._num_failures += 1
-        if self.is_open or self._num_failures >= self._max_failures:
+        if self._num_failures >= self._max_failures:
             self._opened_s = self._clock()
             self._is_probing = False
 

@@ -111,6 +111,8 @@ class RedisStore(KVStore):
         await self._client.aclose()
 
     async def _put_batch(self, batch: list[tuple[bytes, memoryview]]) -> list[bool]:
+        from redis.exceptions import OutOfMemoryError  # noqa: PLC0415 - an extra
+
         with self._translated():
             pipeline = self._client.pipeline(transaction=False)
             for key, value in batch:
@@ -121,7 +123,7 @@ class RedisStore(KVStore):
             answers = await pipeline.execute(raise_on_error=False)
             confirmed = []
             for (_, value), answer in zip(batch, answers, strict=True):
-                is_full = isinstance(answer, Exception) and str(answer).startswith(_FULL)
+                is_full = isinstance(answer, OutOfMemoryError)
                 if isinstance(answer, Exception) and not is_full:
                     raise answer
                 confirmed.append(not is_full)
@@ -155,10 +157,6 @@ class RedisStore(KVStore):
                 f"the KV store at {self._place} failed ({type(error).__name__}: {error}): check"
                 " that the server runs and is reachable"
             ) from error
-
-
-# How the server begins an answer when it has no room.
-_FULL = ("OOM", "command not allowed when used memory")
 
 
 def _client(url: str, timeout_s: float) -> Redis:

@@ -80,6 +80,8 @@ def test_whatever_kv_depends_on_is_in_the_key():
         Namespace(lora="x"),
         Namespace(tenant="x", lora="x"),
         Namespace(tenant="xx"),
+        Namespace(tenant="a", lora="bloracc"),  # spelled alike without lengths
+        Namespace(tenant="alorab", lora="cc"),
         Namespace(tenant="\ud800"),
         Namespace(weights_version=1),
         Namespace(weights_version=-1),

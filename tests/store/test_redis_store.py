@@ -190,7 +190,7 @@ def test_behind_a_guard_calls_are_misses_in_time_and_later_hits_again(own_redis,
         assert not guard.is_available
         assert isinstance(guard.last_error, StoreError)
         stats = guard.stats()
-        assert stats.errors == 3  # each waited 0.3 s at most, and the others not at all
+        assert stats.errors == 3  # each waited 1 s at most, and the others not at all
         assert stats.skipped == 57
         assert stats.timeouts == (0 if is_killed else 3)
         own_redis.start() if is_killed else own_redis.thaw()
@@ -200,7 +200,7 @@ def test_behind_a_guard_calls_are_misses_in_time_and_later_hits_again(own_redis,
         assert await names_found(guard, range(5)) == list(range(5))
 
     store = RedisStore(own_redis.url, timeout_s=30)
-    run_with(GuardedStore(store, timeout_s=0.3, max_failures=3, cooldown_s=1), scenario)
+    run_with(GuardedStore(store, timeout_s=1, max_failures=3, cooldown_s=1), scenario)
 
 
 def test_answers_that_come_too_late_are_never_taken_for_others(own_redis):
@@ -208,7 +208,7 @@ def test_answers_that_come_too_late_are_never_taken_for_others(own_redis):
 
     async def scenario(guard):
         await put_names(guard, range(40))
-        for start in range(0, 40, 10):
+        for start in (0, 10):
             own_redis.freeze()
             into = [bytearray(100) for _ in range(3)]
             assert await guard.get_many([key_of(start + i) for i in range(3)], into) == [False] * 3
@@ -219,7 +219,7 @@ def test_answers_that_come_too_late_are_never_taken_for_others(own_redis):
         assert guard.stats().corrupt == 0
 
     store = RedisStore(own_redis.url, timeout_s=30)
-    run_with(GuardedStore(store, timeout_s=0.2, max_failures=100), scenario)
+    run_with(GuardedStore(store, timeout_s=1, max_failures=100), scenario)
 
 
 def test_a_server_that_is_silent_ends_a_bare_call_too(own_redis):
@@ -231,7 +231,7 @@ def test_a_server_that_is_silent_ends_a_bare_call_too(own_redis):
         own_redis.thaw()
         assert await names_found(store, [1]) == [1]
 
-    run_with(RedisStore(own_redis.url, timeout_s=0.2), scenario)
+    run_with(RedisStore(own_redis.url, timeout_s=0.7), scenario)
 
 
 # -- settings --------------------------------------------------------------------------------------
