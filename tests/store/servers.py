@@ -50,6 +50,7 @@ class RedisServer:
                         return
             except OSError:
                 time.sleep(0.02)
+        self.kill()
         raise AssertionError(f"{command} does not answer")
 
     def freeze(self):
