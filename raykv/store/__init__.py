@@ -1,0 +1,20 @@
+"""Stores that keep KV blocks across restarts, behind the host tier (the seed's kvcache_store).
+
+``RedisStore`` is imported from ``raykv.store.redis_store``, since it needs the extra ``redis``.
+"""
+
+from .disk_store import DiskStore
+from .guarded import CircuitBreaker, GuardedStore
+from .interface import Buffer, KVStore, StoreStats
+from .keys import KVKeys, model_fingerprint
+
+__all__ = [
+    "Buffer",
+    "CircuitBreaker",
+    "DiskStore",
+    "GuardedStore",
+    "KVKeys",
+    "KVStore",
+    "StoreStats",
+    "model_fingerprint",
+]
