@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from raykv.errors import ConfigError
+from raykv.memory.cgroup import cgroup_room_bytes
 from raykv.memory.xp import Device, array_module
 
 _MEMINFO = Path("/proc/meminfo")
@@ -58,7 +59,15 @@ def give_back_unused(device: Device) -> None:
 
 
 def available_bytes() -> int | None:
-    """Memory that a new allocation can use without swapping; None where Linux does not say."""
+    """Memory that a new allocation can use without swapping and within a container's limit.
+
+    None where Linux says neither.
+    """
+    rooms = [room for room in (_machine_room_bytes(), cgroup_room_bytes()) if room is not None]
+    return min(rooms, default=None)
+
+
+def _machine_room_bytes() -> int | None:
     try:
         text = _MEMINFO.read_text(encoding="ascii")
     except OSError:

@@ -196,6 +196,7 @@ def test_an_allocation_that_fails_unforeseen_is_a_config_error(monkeypatch, tmp_
     if text is not None:
         meminfo.write_text(text)
     monkeypatch.setattr(room, "_MEMINFO", meminfo)
+    monkeypatch.setattr(room, "cgroup_room_bytes", lambda: None)
     with pytest.raises(ConfigError, match=r"allocation failed.*free memory"):
         KVBuffers(KVSpec.uniform(1, 1, 8, 16, "float32"), 1 << 46, device="cpu")
 
