@@ -50,8 +50,8 @@ class HostSlab:
     """Blocks of KV in memory that the processes of a node share.
 
     One process creates it, others attach. Linux frees it when the last one is gone, SIGKILL of all
-    of them included; until then whoever has it mapped reads and writes it, whether its creator lives
-    or not. Block 0 is the padding block, which nobody writes.
+    of them included; until then whoever has it mapped reads and writes it, its creator alive or
+    not. Block 0 is the padding block, which nobody writes.
 
     Who gives a block another content first calls ``reassign``. Who read a block compares its
     generation after the copy with the one that it was told: if they differ, what was copied may be

@@ -92,12 +92,12 @@ class SharedRegion:
         Raises:
             TransferError: The process is gone, does not have it, or may not be asked.
         """
-        path = f"/proc/{pid}/fd/{fd}"
+        path = Path(f"/proc/{pid}/fd/{fd}")
         remedy = "ask a living process for a new descriptor, on the same node and as the same user"
         fault = f"process {pid} does not hold shared memory {name!r} as descriptor {fd}"
         try:
             # Looked at before it is opened: opening what a reused pid has there may do harm.
-            found = os.readlink(path)
+            found = str(path.readlink())
             if found != f"/memfd:{name} (deleted)":
                 raise TransferError(f"{fault}, but {found}: {remedy}")
             own = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -148,7 +148,8 @@ def page_kind(address: int) -> PageKind:
         return "small"
     _, _, entry = text.partition(f"\n{address:08x}-")
     entry = entry.split("VmFlags", 1)[0]
-    sizes = {key: int(value) for key, value in re.findall(r"^(\w+):\s+(\d+) kB$", entry, re.M)}
+    lines = re.findall(r"^(\w+):\s+(\d+) kB$", entry, re.MULTILINE)
+    sizes = {key: int(value) for key, value in lines}
     if sizes.get("KernelPageSize", 0) * 1024 > mmap.PAGESIZE:
         return "hugetlb"
     return "transparent" if sizes.get("ShmemPmdMapped", 0) else "small"
@@ -172,7 +173,7 @@ def _on_huge_pages(name: str, num_bytes: int) -> SharedRegion | None:
         text = Path("/proc/meminfo").read_text(encoding="ascii")
     except OSError:
         return None
-    numbers = dict(re.findall(r"^(HugePages_Free|HugePages_Rsvd|Hugepagesize):\s+(\d+)", text, re.M))
+    numbers = dict(re.findall(r"^(Huge\w+):\s+(\d+)", text, re.MULTILINE))
     page_bytes = int(numbers.get("Hugepagesize", 0)) * 1024
     num_free = int(numbers.get("HugePages_Free", 0)) - int(numbers.get("HugePages_Rsvd", 0))
     if not page_bytes or num_bytes > num_free * page_bytes:
