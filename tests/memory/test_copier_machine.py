@@ -62,6 +62,8 @@ class CopierMachine(RuleBasedStateMachine):
             generations=generations, with_checksums=with_checksums,
         )  # fmt: skip
         self.faults[id(ticket.batch)] = fault  # nobody asks before the gate opens
+        if not self.pending:
+            assert self.gate.reached.wait(WAIT_S), "the first one starts"
         self.pending.append(Pending(ticket, fault))
 
     @rule(data=st.data(), to=target_blocks, sums=st.booleans(), fault=faults)
@@ -95,19 +97,22 @@ class CopierMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def cancel(self, data):
         pending = data.draw(st.sampled_from(self.pending))
-        if pending.ticket.cancel():
+        has_started = pending is self.pending[0]
+        assert pending.ticket.cancel() != has_started
+        if not has_started:
             self.called_off(pending)
-        else:
-            assert pending is self.pending[0], "only the first one may have started"
 
     @rule(direction=st.sampled_from([None, "offload", "load"]))
     def cancel_queued(self, direction):
         cancelled = self.copier.cancel_queued(direction)
-        for pending in list(self.pending):
-            if pending.ticket in cancelled:
-                self.called_off(pending)
-            elif direction in {None, pending.ticket.batch.direction}:
-                assert pending is self.pending[0]
+        expected = [
+            pending
+            for pending in self.pending[1:]
+            if direction in {None, pending.ticket.batch.direction}
+        ]
+        assert cancelled == [pending.ticket for pending in expected]
+        for pending in expected:
+            self.called_off(pending)
 
     def called_off(self, pending):
         result = pending.ticket.wait(0)
@@ -119,6 +124,7 @@ class CopierMachine(RuleBasedStateMachine):
         self.gate.opened.set()
         assert self.copier.wait_idle(WAIT_S)
         self.gate.opened.clear()
+        self.gate.reached.clear()
         for pending in self.pending:
             batch = pending.ticket.batch
             expected = self.model(batch, pending.fault)
