@@ -32,6 +32,14 @@ def test_a_block_without_a_checksum_is_not_loaded_as_checked(make_copier):
     assert outcomes(load(copier, memory, [2], [6])) == [CORRUPT]
 
 
+def test_a_checksum_goes_with_the_content_that_it_was_of(slab, make_copier):
+    copier, memory = make_copier(), device_rows()
+    offload(copier, memory, [1], [5]).wait(WAIT_S)
+    again = {"generations": slab.generations[[5]], "with_checksums": False}
+    copier.submit("offload", memory, [2], [5], **again).wait(WAIT_S)
+    assert slab.checksums[5] == NO_CHECKSUM
+
+
 @checksums_or_none
 def test_a_damaged_block_is_found_by_its_checksum_alone(slab, make_copier, with_checksums):
     copier, memory = make_copier(), device_rows()

@@ -186,31 +186,59 @@ def test_other_systems_are_told(monkeypatch):
         HostSlab.create(NUM_BLOCKS, BLOCK_BYTES)
 
 
-def test_too_few_huge_pages_fall_back(monkeypatch):
-    # As if there were some, so that the attempt is made.
-    made, real = [], shared_region._made
+@pytest.fixture
+def huge_pages(monkeypatch):
+    """Says how many huge pages there are, and how regions are made of them; notes attempts."""
+    world = SimpleNamespace(meminfo="", made=[], make=shared_region._made)
 
     def make(name, num_bytes, flags):
-        made.append((num_bytes, flags))
-        return real(name, num_bytes, flags)
+        world.made.append((num_bytes, flags))
+        return world.make(name, num_bytes, flags)
 
     monkeypatch.setattr(shared_region, "_made", make)
-    meminfo = "HugePages_Free:  4\nHugePages_Rsvd: 1\nHugepagesize:  {} kB\n"
-    pages = SimpleNamespace(text=meminfo.format(1 << 30))
     monkeypatch.setattr(
         shared_region, "Path",
-        lambda path: SimpleNamespace(read_text=lambda **_: pages.text if "mem" in path else ""),
+        lambda path: SimpleNamespace(read_text=lambda **_: world.meminfo if "mem" in path else ""),
     )  # fmt: skip
+
+    def set_pages(free, reserved, kib):
+        world.meminfo = (
+            f"HugePages_Total:  99\nHugePages_Free:  {free}\nHugePages_Rsvd:  {reserved}\n"
+            f"Hugepagesize:  {kib} kB\n"
+        )
+
+    world.set = set_pages
+    return world
+
+
+def test_huge_pages_that_cannot_be_had_fall_back(huge_pages):
+    huge_pages.set(3, 0, kib=1 << 30)  # no system has so large ones
     with HostSlab.create(NUM_BLOCKS, BLOCK_BYTES) as slab:
         assert not slab.blocks.any()
         assert slab.page_kind == "small"
-    huge, small = made
+    huge, small = huge_pages.made
     assert huge == (1 << 40, os.MFD_HUGETLB)
     assert small[1] == 0
-    made.clear()
-    pages.text = meminfo.format(4)  # three of them are not enough
+
+
+@pytest.mark.parametrize(
+    ("free", "reserved", "tried"), [(12, 0, True), (12, 1, False), (13, 1, True)]
+)
+def test_free_huge_pages_count_less_what_is_promised(huge_pages, free, reserved, tried):
+    huge_pages.set(free, reserved, kib=4)  # 4 KiB of header and 45,000 bytes are 12 of them
     HostSlab.create(NUM_BLOCKS, BLOCK_BYTES).close()
-    assert [flags for _, flags in made] == [0]
+    assert (os.MFD_HUGETLB in [flags for _, flags in huge_pages.made]) == tried
+
+
+def test_a_slab_on_huge_pages(huge_pages, monkeypatch):
+    real = huge_pages.make
+    huge_pages.make = lambda name, num_bytes, _: real(name, num_bytes, 0)
+    huge_pages.set(1, 0, kib=64)
+    monkeypatch.setattr(shared_region, "available_bytes", lambda: 0)  # they are not part of it
+    with HostSlab.create(NUM_BLOCKS, BLOCK_BYTES) as slab:
+        assert huge_pages.made == [(1 << 16, os.MFD_HUGETLB)]
+        slab.blocks[8] = 3
+        slab.check_integrity()
 
 
 def smaps(address, page_kib, pmd_kib):
@@ -320,8 +348,10 @@ def test_memory_that_may_shrink_is_refused(slab):
     fd = os.memfd_create(_name(token))
     try:
         os.ftruncate(fd, 1 << 20)
+        before = num_open_files()
         with pytest.raises(TransferError, match="its size may change"):
             HostSlab.attach(replace(slab.descriptor, fd=fd))
+        assert num_open_files() == before
     finally:
         os.close(fd)
     with pytest.raises(PermissionError):
