@@ -10,6 +10,7 @@ from raykv.memory.block_copier import BlockCopier
 from raykv.memory.host_slab import HostSlab
 
 from .copier_parts import BLOCK_BYTES, NUM_SLAB_BLOCKS
+from .peers import Peer
 
 
 class FakeCudaArray(np.ndarray):
@@ -92,3 +93,16 @@ def make_copier(slab):
         copier.check_integrity()
         copier.close()
         copier.check_integrity()
+
+
+@pytest.fixture
+def new_peer():
+    peers = []
+
+    def make():
+        peers.append(Peer())
+        return peers[-1]
+
+    yield make
+    for peer in peers:
+        peer.kill()

@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -29,10 +30,14 @@ class Peer:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
 
-    def run(self, code):
-        """Carry out statements; returns what they leave in ``answer``."""
+    def start(self, code):
+        """Carry out statements."""
         self.process.stdin.write(code.encode().hex() + "\n")
         self.process.stdin.flush()
+
+    def run(self, code):
+        """Carry out statements; returns what they leave in ``answer``."""
+        self.start(code)
         how, answer = ast.literal_eval(self.process.stdout.readline())
         if how == "failed":
             raise RuntimeError(answer)
@@ -42,8 +47,8 @@ class Peer:
         if self.process.returncode is None:
             os.kill(self.process.pid, signal.SIGKILL)
             self.process.wait()
-            self.process.stdin.close()
-            self.process.stdout.close()
+        self.process.stdin.close()
+        self.process.stdout.close()
 
 
 def holders(name):
@@ -59,3 +64,15 @@ def holders(name):
         if f"/memfd:{name}" in seen:
             found.add(int(process.name))
     return found
+
+
+def num_open_files():
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def attach(peer, descriptor):
+    peer.run(f"slab = HostSlab.attach(pickle.loads({pickle.dumps(descriptor)!r}))")
+
+
+def descriptor_of(peer):
+    return pickle.loads(peer.run("answer = pickle.dumps(slab.descriptor)"))  # noqa: S301 - ours

@@ -1,5 +1,7 @@
 """Faults of the copier: what does not arrive as it was is a miss, and is said to be one."""
 
+import signal
+
 import numpy as np
 import pytest
 
@@ -18,6 +20,7 @@ from .copier_parts import (
     outcomes,
     pattern,
 )
+from .peers import attach
 
 OK, STALE, CORRUPT, FAILED = (
     BlockOutcome.OK, BlockOutcome.STALE, BlockOutcome.CORRUPT, BlockOutcome.FAILED,
@@ -198,3 +201,42 @@ def test_faults_that_raise_are_one_more_fault(make_copier):
     ticket = offload(copier, memory, [1], [5])
     assert outcomes(ticket) == [FAILED]
     assert "ZeroDivisionError" in ticket.result.error
+
+
+DIES_IN_MID_COPY = """
+import os, signal
+import numpy as np
+from raykv.memory.block_copier import BlockCopier
+from raykv.memory.block_transfer import HostChannel
+
+memory = np.frombuffer({content!r}, np.uint8).reshape(2, -1).repeat(2, axis=0)
+copier = BlockCopier(slab)
+copier.submit("offload", memory, [2], [5], generations=slab.generations[[5]]).wait()
+
+def copy(_, target, source):
+    half = target.shape[1] // 2
+    target[:, :half] = source[:, :half]
+    os.kill(os.getpid(), signal.SIGKILL)
+
+HostChannel.copy = copy
+copier.submit("offload", memory, [2], [6], generations=slab.generations[[6]]).wait()
+"""
+
+
+@checksums_or_none
+def test_what_a_killed_process_left_half_written_is_no_data(
+    slab, make_copier, new_peer, with_checksums
+):
+    """The negative control is the same without checksums: half a block passes for one."""
+    slab.reassign([5, 6])
+    peer = new_peer()
+    attach(peer, slab.descriptor)
+    content = np.stack([pattern(1), pattern(2)])
+    peer.start(DIES_IN_MID_COPY.format(content=content.tobytes()))
+    assert peer.process.wait(WAIT_S) == -signal.SIGKILL
+    memory = device_rows()
+    ticket = load(make_copier(), memory, [3, 4], [5, 6], with_checksums=with_checksums)
+    assert outcomes(ticket) == ([OK, CORRUPT] if with_checksums else [OK, OK])
+    np.testing.assert_array_equal(as_bytes(memory)[3], pattern(2))
+    assert (as_bytes(memory)[4] == pattern(2)).sum() >= memory.shape[1]
+    assert (as_bytes(memory)[4] != pattern(2)).any()
