@@ -211,17 +211,25 @@ class BlockCopier:
         return True
 
     def _work(self) -> None:
-        while (ticket := self._next()) is not None:
-            fault, error = self._fault_of(ticket.batch)
-            if fault == "late":
-                with self._changed:
-                    self._held.append(ticket)
-                    self._running = None
-                    self._changed.notify_all()
-                continue
+        while self._carry_out_next():
+            pass
+        self._carry_out_held()
+
+    def _carry_out_next(self) -> bool:
+        # A function of its own, so that a thread that waits holds no batch, nor its memory.
+        ticket = self._next()
+        if ticket is None:
+            return False
+        fault, error = self._fault_of(ticket.batch)
+        if fault == "late":
+            with self._changed:
+                self._held.append(ticket)
+                self._running = None
+                self._changed.notify_all()
+        else:
             self._carry_out(ticket, fault, error)
             self._carry_out_held()
-        self._carry_out_held()
+        return True
 
     def _next(self) -> Ticket | None:
         with self._changed:

@@ -129,6 +129,8 @@ class CopyResult:
 class Ticket:
     """A batch on its way.
 
+    It keeps the batch's memory alive: drop it when its result was read.
+
     Attributes:
         batch: What was submitted.
     """

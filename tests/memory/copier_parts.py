@@ -1,12 +1,21 @@
 """What the tests of the copier share: patterned memory, scripted faults, a gate."""
 
 import threading
+import time
 
 import numpy as np
 
 BLOCK_BYTES = 520
 NUM_ROWS, NUM_SLAB_BLOCKS = 9, 13
 WAIT_S = 60  # a batch that takes this long never comes
+
+
+def wait_until(condition):
+    """Whether a condition came true in time."""
+    deadline = time.monotonic() + WAIT_S
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return condition()
 
 
 def pattern(*key):

@@ -1,6 +1,8 @@
 """The copier: what arrives, in which order, what is called off and what is refused."""
 
+import gc
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -25,6 +27,7 @@ from .copier_parts import (
     offload,
     outcomes,
     pattern,
+    wait_until,
 )
 
 OK, FAILED, CANCELLED = BlockOutcome.OK, BlockOutcome.FAILED, BlockOutcome.CANCELLED
@@ -117,6 +120,16 @@ def test_the_callers_arrays_are_its_own_again(make_copier):
     gate.opened.set()
     assert outcomes(ticket) == [OK]
     np.testing.assert_array_equal(copier.slab.blocks[6], pattern(0, 3))
+
+
+def test_a_copier_that_waits_keeps_no_memory(make_copier):
+    copier, memory = make_copier(), device_rows()
+    storage = weakref.ref(memory)
+    assert outcomes(offload(copier, memory, [1], [5])) == [OK]
+    assert copier.wait_idle(WAIT_S)
+    del memory
+    gc.collect()
+    assert wait_until(lambda: storage() is None)
 
 
 # -- late and called off ---------------------------------------------------------------------------
