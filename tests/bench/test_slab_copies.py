@@ -17,5 +17,6 @@ def test_every_kind_of_batch_is_measured():
     for figure in figures:
         assert figure.gb_per_s > 0
         assert figure.plain_gb_per_s > 0
+        assert figure.share > 0
         assert (figure.target_share is None) == figure.with_checksums
         assert json.loads(json.dumps(figure.as_json()))["direction"] == figure.direction
