@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 
 from raykv.errors import ConfigError
+from raykv.memory.cgroup import cgroup_room_bytes
 from raykv.memory.xp import Device, array_module
 
 _MEMINFO = Path("/proc/meminfo")
 _GIB = 1 << 30
+_PAGE_BYTES = 4096
 
 
 def allocate_zeros(
@@ -29,7 +31,7 @@ def allocate_zeros(
         remedy: What to do when there is too little, for messages.
 
     Returns:
-        The arrays, contiguous.
+        The arrays, contiguous, on a page's boundary.
 
     Raises:
         ConfigError: They do not fit.
@@ -46,6 +48,8 @@ def allocate_zeros(
     if available is not None and needed > available:
         raise ConfigError(f"{need}, but {available / _GIB:.2f} GiB are available: {remedy}")
     try:
+        if device == "cpu":
+            return [_aligned_zeros(shape, dtype) for shape, dtype in arrays]
         return [xp.zeros(shape, dtype=dtype) for shape, dtype in arrays]
     except MemoryError as error:  # CuPy's out-of-memory error derives from it
         raise ConfigError(f"{need}, but allocation failed: {error}: {remedy}") from None
@@ -58,7 +62,27 @@ def give_back_unused(device: Device) -> None:
 
 
 def available_bytes() -> int | None:
-    """Memory that a new allocation can use without swapping; None where Linux does not say."""
+    """Memory that a new allocation can use without swapping and within a container's limit.
+
+    None where Linux says neither.
+    """
+    rooms = [room for room in (_machine_room_bytes(), cgroup_room_bytes()) if room is not None]
+    return min(rooms, default=None)
+
+
+def _aligned_zeros(shape: tuple[int, int], dtype: str) -> Any:
+    """An array on a page's boundary. NumPy itself starts large ones 16 bytes behind one.
+
+    On an AMD EPYC, memory copies from page to page + 16 ran at a quarter of the speed of others,
+    for blocks of up to 360 KiB: loads from the host slab were such copies.
+    """
+    num_bytes = shape[0] * shape[1] * np.dtype(dtype).itemsize
+    memory = np.zeros(num_bytes + _PAGE_BYTES, np.uint8)
+    start = -memory.ctypes.data % _PAGE_BYTES
+    return memory[start : start + num_bytes].view(dtype).reshape(shape)
+
+
+def _machine_room_bytes() -> int | None:
     try:
         text = _MEMINFO.read_text(encoding="ascii")
     except OSError:

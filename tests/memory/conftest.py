@@ -1,10 +1,16 @@
-"""A stand-in for CuPy, so that the CUDA paths run in tests on machines without a GPU."""
+"""A stand-in for CuPy, so that the CUDA paths run without a GPU; a host slab and its copiers."""
 
 import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+
+from raykv.memory.block_copier import BlockCopier
+from raykv.memory.host_slab import HostSlab
+
+from .copier_parts import BLOCK_BYTES, NUM_SLAB_BLOCKS
+from .peers import Peer
 
 
 class FakeCudaArray(np.ndarray):
@@ -64,3 +70,39 @@ def device(request):
     if request.param == "cuda":
         request.getfixturevalue("fake_cupy")
     return request.param
+
+
+@pytest.fixture
+def slab():
+    with HostSlab.create(NUM_SLAB_BLOCKS, BLOCK_BYTES) as slab:
+        yield slab
+        if not slab.is_closed:
+            slab.check_integrity()
+
+
+@pytest.fixture
+def make_copier(slab):
+    copiers = []
+
+    def make(faults=None):
+        copiers.append(BlockCopier(slab, faults=faults))
+        return copiers[-1]
+
+    yield make
+    for copier in copiers:
+        copier.check_integrity()
+        copier.close()
+        copier.check_integrity()
+
+
+@pytest.fixture
+def new_peer():
+    peers = []
+
+    def make():
+        peers.append(Peer())
+        return peers[-1]
+
+    yield make
+    for peer in peers:
+        peer.kill()

@@ -36,6 +36,12 @@ def test_size_and_storage(device):
     assert buffers.nbytes == buffers.storage.nbytes == 5 * 4 * (12 + 7 + 6) * 2
 
 
+@pytest.mark.parametrize("num_blocks", [3, 5000])
+def test_memory_on_the_cpu_starts_on_a_page(num_blocks):
+    buffers = KVBuffers(KVSpec(MIXED, 4, "float16"), num_blocks, device="cpu")
+    assert buffers.storage.ctypes.data % 4096 == 0
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_memory_starts_as_zeros(device, dtype):
     buffers = KVBuffers(KVSpec(MIXED, 4, dtype), 3, device=device)
@@ -89,7 +95,7 @@ def test_torch_views_alias_in_both_directions(device, dtype):
 def test_a_torch_view_keeps_the_memory_alive(device):
     pytest.importorskip("torch")
     buffers = KVBuffers(KVSpec.uniform(1, 1, 8, 4, "float32"), 3, device=device)
-    storage = weakref.ref(buffers.storage)
+    storage = weakref.ref(buffers.storage.base)  # which owns the memory
     tensor = buffers.torch_view(0, "k")
     del buffers
     gc.collect()
@@ -196,6 +202,7 @@ def test_an_allocation_that_fails_unforeseen_is_a_config_error(monkeypatch, tmp_
     if text is not None:
         meminfo.write_text(text)
     monkeypatch.setattr(room, "_MEMINFO", meminfo)
+    monkeypatch.setattr(room, "cgroup_room_bytes", lambda: None)
     with pytest.raises(ConfigError, match=r"allocation failed.*free memory"):
         KVBuffers(KVSpec.uniform(1, 1, 8, 16, "float32"), 1 << 46, device="cpu")
 
@@ -212,7 +219,7 @@ def test_a_pool_that_does_not_fit_on_the_gpu_is_refused(fake_cupy):
 
 def test_released_memory_is_gone_and_comes_back_as_zeros():
     buffers = KVBuffers(KVSpec.uniform(2, 2, 4, 4, "float32"), 6, device="cpu")
-    storage, num_bytes = weakref.ref(buffers.storage), buffers.nbytes
+    storage, num_bytes = weakref.ref(buffers.storage.base), buffers.nbytes
     buffers.storage[:] = 3
     assert not buffers.is_released
     for _ in range(2):

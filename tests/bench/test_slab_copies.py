@@ -1,0 +1,22 @@
+"""The benchmark of slab copies runs and says what it measured."""
+
+import json
+
+from raykv.bench.slab_copies import measure
+
+
+def test_every_kind_of_batch_is_measured():
+    figures = list(measure(batch_bytes=64 << 10, block_sizes=(8 << 10, 16 << 10), num_rounds=2))
+    kinds = [(figure.block_kib, figure.direction, figure.with_checksums) for figure in figures]
+    assert kinds == [
+        (size, direction, checked)
+        for size in (8, 16)
+        for direction in ("offload", "load")
+        for checked in (False, True)
+    ]
+    for figure in figures:
+        assert figure.gb_per_s > 0
+        assert figure.plain_gb_per_s > 0
+        assert figure.share > 0
+        assert (figure.target_share is None) == figure.with_checksums
+        assert json.loads(json.dumps(figure.as_json()))["direction"] == figure.direction
