@@ -69,8 +69,8 @@ def make_states(
             raise ConfigError(
                 f"the model keeps {spec.slot_bytes} bytes of recurrent state per sequence, but "
                 "linear_state is not configured: give linear_state.num_slots, at least "
-                f"{config.max_num_seqs + 1} (max_num_seqs + 1) and one more for each checkpoint, and "
-                "match: deepest to reuse the most"
+                f"{config.max_num_seqs + 1} (max_num_seqs + 1) and one more for each checkpoint, "
+                "and match: deepest to reuse the most"
             )
         return None
     buffers = None
