@@ -179,6 +179,8 @@ class RankStates:
             if num_tokens <= plan.num_inherited_tokens:
                 continue
             is_stride = self.config.at_stride and num_tokens % self.config.stride_tokens == 0
+            if num_tokens > state.num_admitted_tokens and self._keeps_ends:
+                is_stride = False  # what is generated has its end kept, and is seldom gone back to
             is_stop = num_tokens in state.checkpoint_stops
             if is_stride or is_stop:
                 # Contiguous hits need those at strides.
