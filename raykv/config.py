@@ -94,10 +94,12 @@ class LinearStateConfig(FrozenModel):
             ``bfloat16`` and ``int8`` in a half or a quarter of that, rounded.
         at_stride: whether there are checkpoints every ``stride_tokens``. With ``deepest`` they are
             reclaimed before all others until somebody resumes from them.
-        at_prompt_end: whether there is one at the last full block of a prompt.
-        at_generation_end: whether there is one at the last full block of what was generated.
+        at_prompt_end: whether there is one at the last full block of a prompt (``deepest`` only).
+        at_generation_end: whether there is one at the last full block of what was generated; with
+            ``contiguous`` only where that ends at a multiple of ``stride_tokens``.
         at_branch: whether there is one where cached KV went further than the deepest checkpoint,
-            so that the third sequence with a prefix finds what the second one lacked.
+            so that the third sequence with a prefix finds what the second one lacked
+            (``deepest`` only).
     """
 
     enable: bool = True
@@ -115,7 +117,8 @@ class ModelConfig(FrozenModel):
     """The language model that each rank serves with the built-in engine.
 
     Attributes:
-        path: ``smollm2``, a local Hugging Face folder, or a hub id.
+        path: ``smollm2``, a local Hugging Face folder, a hub id, or the name of a hybrid of random
+            weights: ``qwen3_5-tiny``, ``qwen3_next-tiny`` or ``qwen3_5-50m``.
         max_num_batched_tokens: tokens that one step computes at most; longer prompts are
             prefilled in chunks.
         num_threads: torch threads per rank; more than one per core slows every rank down.

@@ -65,7 +65,9 @@ class RankKV(RankCounters, RankTransfers):
         self.block_manager = make_block_manager(config)
         self.single_block_manager = SingleBlockManager(config.num_single_blocks)
         self.buffers = make_buffers(config, spec)
-        self.states = make_states(config, self.block_manager, self.single_block_manager, state_spec)
+        self.states = make_states(
+            config, self.block_manager, self.single_block_manager, self.buffers, state_spec
+        )
         self._max_tokens = config.max_tokens_per_sequence
         self.tables = make_tables(config)
         self.weights_version = 0

@@ -7,6 +7,7 @@ from raykv.core.concurrent import ConcurrentBlockManagerImpl
 from raykv.core.single import SingleBlockManager
 from raykv.errors import ConfigError
 from raykv.memory.buffers import KVBuffers
+from raykv.memory.room import available_bytes
 from raykv.memory.spec import KVSpec
 from raykv.memory.state_buffers import StateBuffers
 from raykv.memory.state_spec import StateSpec
@@ -47,6 +48,7 @@ def make_states(
     config: PoolConfig,
     manager: BlockManagerImpl,
     singles: SingleBlockManager,
+    kv: KVBuffers | None,
     spec: StateSpec | None,
 ) -> RankStates | None:
     """The rank's recurrent state, or None where sequences have none.
@@ -55,6 +57,7 @@ def make_states(
         config: the pool's.
         manager: the rank's KV blocks.
         singles: hands out rows of the block table.
+        kv: the rank's K/V memory, which must fit beside the states.
         spec: what one sequence keeps; None keeps books of slots only.
 
     Raises:
@@ -66,7 +69,8 @@ def make_states(
             raise ConfigError(
                 f"the model keeps {spec.slot_bytes} bytes of recurrent state per sequence, but "
                 "linear_state is not configured: give linear_state.num_slots, at least "
-                f"{config.max_num_seqs + 1} (max_num_seqs + 1), and one more for each checkpoint"
+                f"{config.max_num_seqs + 1} (max_num_seqs + 1) and one more for each checkpoint, "
+                "and match: deepest to reuse the most"
             )
         return None
     buffers = None
@@ -78,7 +82,21 @@ def make_states(
             checkpoint_dtype=states.checkpoint_dtype,
             device=config.memory.device,
         )
+        if kv is not None and kv.device == "cpu":
+            _check_fits_together(config, kv, buffers)
     return RankStates(states, manager, singles, buffers)
+
+
+def _check_fits_together(config: PoolConfig, kv: KVBuffers, states: StateBuffers) -> None:
+    """Each fits alone; on the CPU neither has touched its pages yet, so their sum is looked at."""
+    available = available_bytes()
+    if available is not None and kv.nbytes + states.nbytes > available:
+        raise ConfigError(
+            f"{config.num_blocks} blocks of K and V need {kv.nbytes / 2**30:.2f} GiB and "
+            f"{states.num_slots} state slots of {states.checkpoint_bytes} bytes "
+            f"{states.nbytes / 2**30:.2f} GiB beside it, but {available / 2**30:.2f} GiB are "
+            "available on cpu: lower num_blocks or linear_state.num_slots"
+        )
 
 
 def make_tables(config: PoolConfig) -> BlockTables:

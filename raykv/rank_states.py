@@ -83,8 +83,16 @@ class RankStates:
 
     @property
     def num_obtainable_slots(self) -> int:
-        """Live slots that can be had: free ones, and those of checkpoints that nobody reads."""
-        return self.cache.num_free_slots + self.cache.num_reclaimable
+        """Live slots that can be had: free ones, and those of checkpoints that nobody reads.
+
+        And those that running sequences keep for what they end with, if they are needed.
+        """
+        num_slots = self._num_idle_slots
+        if (
+            num_slots > 2 * self._singles.num_free_blocks
+        ):  # each lives in one and reads one, at most
+            return num_slots
+        return num_slots + len(self._spare())
 
     def resume(self, requests: SequenceOf[AdmitRequest]) -> list[Resume] | None:
         """Where new sequences can go on from; a look only, so a refusal refreshes nothing.
@@ -102,8 +110,7 @@ class RankStates:
         for sequence, one in zip(sequences, resumes, strict=True):
             self._plan(sequence, one)
         pins = [None if one.name is None else self.cache.match(one.name) for one in resumes]
-        live = self.cache.acquire_live_slots(len(sequences))
-        assert live is not None, "resume() has counted the slots"
+        live = self._acquire(len(sequences))
         slots = live.detach().tolist()
         for sequence, one, pin, slot in zip(sequences, resumes, pins, slots, strict=True):
             self._refresh(sequence, one.num_tokens)
@@ -117,9 +124,7 @@ class RankStates:
 
         A live slot must be obtainable.
         """
-        live = self.cache.acquire_live_slots(1)
-        assert live is not None, "the caller has counted the slots"
-        child.linear_state_slot = int(live.detach()[0])
+        child.linear_state_slot = int(self._acquire(1).detach()[0])
         self._plan(child, AT_START)
         if child.kv_state.num_computed_tokens:
             self._owe(child, self._address(parent), self._pin(parent))
@@ -179,6 +184,8 @@ class RankStates:
             if num_tokens <= plan.num_inherited_tokens:
                 continue
             is_stride = self.config.at_stride and num_tokens % self.config.stride_tokens == 0
+            if num_tokens > state.num_admitted_tokens and self._keeps_ends:
+                is_stride = False  # what is generated has its end kept, and is seldom gone back to
             is_stop = num_tokens in state.checkpoint_stops
             if is_stride or is_stop:
                 # Contiguous hits need those at strides.
@@ -266,6 +273,26 @@ class RankStates:
     def promotes(self) -> bool:
         """Whether a live slot can become a checkpoint: live states lie as checkpoints do."""
         return self.buffers is None or self.buffers.checkpoint_dtype == "float32"
+
+    @property
+    def _num_idle_slots(self) -> int:
+        return self.cache.num_free_slots + self.cache.num_reclaimable
+
+    def _spare(self) -> list[Save]:
+        """States at the last boundaries of sequences that go on, where no copy is under way."""
+        rolling = [plan.rolling for plan in self._plans.values() if plan.rolling is not None]
+        return [save for save in rolling if save.num_tokens and save.is_copied]
+
+    def _acquire(self, num_slots: int) -> Blocks:
+        """Take live slots, which the caller has counted; running comes before what may be kept."""
+        missing = num_slots - self._num_idle_slots
+        if missing > 0:
+            for save in self._spare()[-missing:]:  # the youngest: they end last, and roll again
+                save.give_up()
+                self.cache.num_skipped_total += 1
+        live = self.cache.acquire_live_slots(num_slots)
+        assert live is not None, "the caller has counted the slots"
+        return live
 
     def _plan(self, sequence: Sequence, resume: Resume) -> None:
         assert sequence.single_block_id is not None, "it holds a row"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import Literal
 
 import numpy as np
 
@@ -30,15 +31,21 @@ class Workbench:
     Args:
         stride_tokens: tokens between checkpoints.
         num_checkpoints: state slots beside those of the running sequences.
+        match: the policy; generation leaves checkpoints at strides under ``contiguous`` alone.
         has_states: whether sequences have recurrent state.
     """
 
     def __init__(
-        self, stride_tokens: int, num_checkpoints: int, *, has_states: bool = True
+        self,
+        stride_tokens: int,
+        num_checkpoints: int,
+        *,
+        match: Literal["contiguous", "deepest"] = "deepest",
+        has_states: bool = True,
     ) -> None:
         linear_state = LinearStateConfig(
             num_slots=2 * NUM_SEQS + num_checkpoints + 1,
-            match="deepest",
+            match=match,
             stride_tokens=stride_tokens,
         )
         self.kv = RankKV(
@@ -89,8 +96,10 @@ def rows(num_runs: int = 100, num_checkpoints: int = NUM_CHECKPOINTS) -> Iterato
     """A step's books with and without recurrent state, and what checkpoints add."""
     yield _step_row("without recurrent state", num_runs, Workbench(16, 0, has_states=False))
     yield _step_row("with it, 16 checkpoints", num_runs, Workbench(512, num_checkpoints))
-    for stride, what in ((512, "at the end of what is generated"), (16, "at every block")):
-        bench = Workbench(stride, num_checkpoints)
+    for bench, what in (
+        (Workbench(512, num_checkpoints), "at the end of what is generated"),
+        (Workbench(16, num_checkpoints, match="contiguous"), "at every block, contiguous"),
+    ):
 
         def prepare(bench: Workbench = bench) -> list[Sequence]:
             bench.grow()

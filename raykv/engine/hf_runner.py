@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 try:
     import torch
     import transformers
+    from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
 except ImportError as error:
     raise ImportError(
@@ -327,14 +328,23 @@ def load_model(model: str | Path, *, dtype: KVDtype = "float32", device: Device 
                 config=config,
                 dtype=getattr(torch, dtype),
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # told below, in one line
             )
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, TypeError, SafetensorError, StrictDataclassError) as error:
+        problem = " ".join(str(error).split())
         raise ConfigError(
-            f"cannot load the model {str(model)!r}: {str(error).strip()}; "
+            f"cannot load the model {str(model)!r}: {problem}; "
             "name a complete model folder, a hub id that can be reached, or a known model"
         ) from error
     # transformers fills missing weights with random numbers and only logs it.
-    absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
+    absent = sorted(info["missing_keys"])
+    if info["mismatched_keys"]:
+        name, found, expected = min(info["mismatched_keys"])
+        raise ConfigError(
+            f"{len(info['mismatched_keys'])} weights of the model {str(model)!r} have other shapes "
+            f"than its config says, such as {name}: {tuple(found)} instead of {tuple(expected)}; "
+            "its files belong to different models"
+        )
     if absent:
         raise ConfigError(
             f"the model {str(model)!r} lacks {len(absent)} weights, such as {absent[0]}; "

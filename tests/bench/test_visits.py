@@ -146,6 +146,26 @@ def test_conversations_take_turns_and_make_room(tmp_path):
     assert "d" not in {text(visit.prompt)[0] for visit in visits.load_chats(path, 3)}
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "holds no requests"),
+        (b"\xff\xfe", "no UTF-8 text"),
+        (b'{"hash_ids": [Infinity], "input_length": 5, "output_length": 1}', "line 1: .*Overflow"),
+    ],
+)
+def test_what_is_no_trace_is_refused(tmp_path, content, message):
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        visits.load_trace(path)
+
+
+def test_chats_without_a_reply_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="no conversation with a reply"):
+        visits.load_chats(chats(tmp_path, ["a"]))
+
+
 @pytest.mark.parametrize("content", ["[]", '{"x": {}}', '{"x": {"messages": [[{}], [{}]]}}', "{"])
 def test_other_json_is_refused(tmp_path, content):
     path = tmp_path / "chats.json"

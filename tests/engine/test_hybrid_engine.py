@@ -289,3 +289,17 @@ def test_a_hybrid_needs_slots(model):
     config = PoolConfig(num_blocks=9, block_size=BLOCK, model={"path": "x"})
     with pytest.raises(ConfigError, match=r"linear_state\.num_slots, at least 257"):
         RankKV(config, 0, runner.kv_spec, runner.state_spec)
+
+
+def test_kv_and_states_must_fit_together(model, monkeypatch):
+    runner = HFModelRunner(copy.deepcopy(model), block_size=BLOCK)
+    states = {"num_slots": 64}
+    config = PoolConfig(
+        num_blocks=200, block_size=BLOCK, max_num_seqs=8, model={"path": "x"}, linear_state=states
+    )
+    kv = RankKV(config, 0, runner.kv_spec, runner.state_spec)
+    room = max(kv.buffers.nbytes, kv.state_buffers.nbytes)
+    monkeypatch.setattr("raykv.memory.room.available_bytes", lambda: room)
+    monkeypatch.setattr("raykv.rank_build.available_bytes", lambda: room)
+    with pytest.raises(ConfigError, match=r"200 blocks .* 64 state slots .* lower num_blocks or"):
+        RankKV(config, 0, runner.kv_spec, runner.state_spec)

@@ -147,3 +147,72 @@ def test_a_reservation_that_is_given_up_is_not_written_to_any_more(make_world):
         world.check()
         for one in others:
             world.release(one, publish=False)
+
+
+def roll(world, first):
+    """A running sequence whose state at 8 is kept, should it end."""
+    sequence = world.admit(text(5, first))
+    world.prefill(sequence)
+    world.decode(sequence, text(4))
+    return sequence
+
+
+def test_what_may_be_left_makes_room_for_who_wants_to_run(make_world):
+    """The youngest goes first; what is left of the others is kept."""
+    world = make_world(num_slots=5, max_num_seqs=4, **only("at_generation_end"))
+    running = [roll(world, first) for first in (0, 100)]
+    cache = world.kv.linear_state
+    assert (cache.num_pending, cache.num_free_slots) == (2, 0)
+    assert world.kv.room.num_free_single_blocks == 2
+    third = world.admit(text(5, 200))
+    assert cache.num_pending == 1
+    world.prefill(third)
+    assert world.kv.room.num_free_single_blocks == 1
+    fourth = world.admit(text(5, 300))
+    assert cache.num_pending == 0
+    world.prefill(fourth)
+    world.check()
+    for one in (third, fourth):
+        world.release(one, publish=False)
+    world.decode(running[1], text(4))
+    for one in running:
+        world.release(one)
+    assert checkpoints(world) == [12], "one has reached a boundary since, the other has not"
+    world.check_drained()
+
+
+def test_nor_does_it_keep_a_fork_or_a_hit_waiting(make_world):
+    world = make_world(num_slots=3, max_num_seqs=2, **only("at_generation_end"))
+    parent = roll(world, 0)
+    child = world.fork(parent)
+    assert child.single_block_id is not None
+    world.decode(child, text(1))
+    world.check()
+    world.release(parent, publish=False)
+    world.release(child, publish=False)
+    world.serve(text(5, 100), text(4))
+    roll(world, 200)
+    assert checkpoints(world) == [], "the last slot was taken"
+    world = make_world(num_slots=4, max_num_seqs=2, **only("at_generation_end"))
+    world.serve(text(5, 100), text(4))
+    roll(world, 200)
+    resumed = world.admit([*text(5, 100), *text(4), 7])
+    assert resumed.kv_state.num_computed_tokens == 8
+    world.prefill(resumed)
+    world.check()
+
+
+def test_a_slot_that_is_written_to_makes_no_room(make_world):
+    world = make_world(num_slots=3, max_num_seqs=2, **only("at_generation_end"))
+    sequence = roll(world, 0)
+    for _ in range(3):
+        sequence.append(1)
+        assert world.allocate([sequence])
+        world.compute(sequence)
+        world.kv.checkpoint([sequence])
+    assert world.admit(text(5, 100)) is None, "a copy is due"
+    assert len(world.take()) == 1
+    assert world.admit(text(5, 100)) is None, "a copy is under way"
+    world.execute()
+    world.acknowledge()
+    assert world.admit(text(5, 100)) is not None
