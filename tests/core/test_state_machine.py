@@ -262,6 +262,13 @@ class Managers(RuleBasedStateMachine):
     def reset(self):
         assert self.real.reset_prefix_cache() == self.model.reset_prefix_cache()
 
+    @rule(ids=st.sets(st.integers(0, 24), max_size=3))
+    def forget(self, ids):
+        ids = {i for i in ids if i < self.model.num_blocks}
+        gone = self.real.forget(ids).tolist()
+        assert len(gone) == len(set(gone))
+        assert set(gone) == self.model.forget(ids)
+
     @rule(version=st.integers(0, 1))
     def retire(self, version):
         assert self.real.retire(version) == self.model.retire(version)
