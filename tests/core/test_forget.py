@@ -95,29 +95,48 @@ def test_who_holds_what_was_forgotten_cannot_publish_it_again(manager):
     assert hit_ids(manager, run_of(2, 1, 2, 3)) == again
 
 
+def hold_the_end(manager, *marks):
+    """A handle of nothing but the last block."""
+    with manager.allocate_shared(run_of(2, *marks)) as whole:
+        return whole[-1:]
+
+
 def test_ancestors_of_a_held_block_can_be_evicted_once_it_is_forgotten(manager):
-    publish(manager, run_of(2, 1, 2))
     publish(manager, run_of(2, 1, 2, 3))
-    tail = manager.allocate_shared(run_of(2, 1, 2, 3))[2:]
-    manager._settle_dropped()
-    assert manager.num_evictable_blocks == 0
-    manager.forget(tail.ids)
+    publish(manager, run_of(2, 1, 2, 4, 5))
+    publish(manager, run_of(2, 1, 2, 4, 6))
+    tail = hold_the_end(manager, 1, 2, 4, 6)  # in a run of its own, behind another one
     assert manager.num_evictable_blocks == 2
+    manager.forget(tail.ids)
+    assert manager.num_evictable_blocks == manager.num_blocks_in_prefix_cache == 5
     manager.check_integrity()
     with manager.allocate(15):
         assert cached(manager) == set()
     tail.release()
 
 
+def test_ancestors_in_the_same_run_likewise(manager):
+    publish(manager, run_of(2, 1, 2, 3))
+    tail = hold_the_end(manager, 1, 2, 3)
+    assert manager.num_evictable_blocks == 0
+    manager.forget(tail.ids)
+    assert manager.num_evictable_blocks == 2
+    tail.release()
+
+
 def test_ancestors_that_others_hold_stay_held(manager):
     publish(manager, run_of(2, 1, 2, 3, 4))
-    reader = manager.allocate_shared(run_of(2, 1, 2))
-    tail = manager.allocate_shared(run_of(2, 1, 2, 3, 4))[3:]
+    publish(manager, run_of(2, 1, 2, 5))
+    reader, tail = hold_the_end(manager, 1, 2), hold_the_end(manager, 1, 2, 3, 4)
+    branch = hold_the_end(manager, 1, 2, 5)
     manager.forget(tail.ids)
     assert manager.num_evictable_blocks == 1
-    manager.check_integrity()
-    tail.release()
+    manager.forget(branch.ids)
+    assert manager.num_evictable_blocks == 1
     reader.release()
+    assert manager.num_evictable_blocks == 3
+    tail.release()
+    branch.release()
 
 
 @pytest.mark.parametrize("bad", [-1, 17])
