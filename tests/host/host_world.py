@@ -32,6 +32,20 @@ def checksum(content) -> int:
     return crc32(repr(content).encode()) or 1
 
 
+def run_of(*marks):
+    """Tokens of one block of two per mark."""
+    return [mark for mark in marks for _ in range(2)]
+
+
+def prompt(*marks):
+    """The same with a token behind, so that all blocks may be found."""
+    return [*run_of(*marks), 99]
+
+
+def num_found(world, process, *marks, **kwargs):
+    return len(world.get(process, prompt(*marks), **kwargs))
+
+
 @dataclass(eq=False)
 class Store:
     """A store as its process sees it; ``left`` are the writes it has not done."""
@@ -220,6 +234,7 @@ class World:
             if self.generations[block_id] != ticket.generations[at]:
                 outcomes.append(LoadOutcome.STALE)
             elif self.with_checksums and checksum(content) != ticket.checksums[at]:
+                assert content == GARBAGE, "right content was refused"
                 outcomes.append(LoadOutcome.CORRUPT)
             else:
                 assert content == load.names[at], "a reader accepted wrong content"

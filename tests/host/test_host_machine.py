@@ -187,6 +187,24 @@ class HostTiers(RuleBasedStateMachine):
         findable = sorted(self.world.findable())
         self.world.damage(findable[index % len(findable)])
 
+    @precondition(
+        lambda self: self.world.with_checksums and self.world.findable() and self.with_lease()
+    )
+    @rule(index=picks, where=picks)
+    def read_what_was_damaged(self, index, where):
+        """It is found once more, and then never again, nor what is behind it."""
+        world, findable = self.world, sorted(self.world.findable())
+        process = self.with_lease()[index % len(self.with_lease())]
+        block_id = findable[where % len(findable)]
+        tokens, namespace = world.tier.manager._cache.content(block_id)
+        prompt = [*tokens.tolist(), 1]
+        world.damage(block_id)
+        outcomes = world.get(process, prompt, namespace=namespace)
+        if len(outcomes) * world.block_size == len(tokens):  # else somebody still stores before it
+            assert outcomes[-1] == LoadOutcome.CORRUPT
+            first_bad = outcomes.index(LoadOutcome.CORRUPT)
+            assert len(world.get(process, prompt, namespace=namespace)) == first_bad
+
     @rule()
     def release_quarantine(self):
         self.world.tier.release_quarantine()
