@@ -17,7 +17,7 @@ from .namespace import DEFAULT, Namespace
 from .prefix_cache import PrefixCache
 from .retention import DEFAULT_RETENTION, Retention
 from .runs import Path, Run, path_ids, path_length
-from .tokens import Index, TokenIds, as_tokens
+from .tokens import BlockIds, Index, TokenIds, as_index, as_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -55,8 +55,8 @@ class BlockManagerImpl(LedgerBlockManager):
         super().__init__(num_blocks, block_size, hash_seed)
         self.enable_prefix_cache = enable_prefix_cache
         self._cache = PrefixCache(self._ledger, block_size, eviction)
-        # Blocks that were allocated at the last reset and not freed since: True per id. None as
-        # long as there are none, so that sequences pay nothing for it.
+        # Blocks that were held when they were forgotten, at the last reset or one by one, and not
+        # freed since: True per id. None as long as there are none, so that sequences pay nothing.
         self._stale: NDArray[np.bool_] | None = None
 
     def admit(self, requests: Sequence[AdmitRequest]) -> list[Admitted] | None:
@@ -147,6 +147,39 @@ class BlockManagerImpl(LedgerBlockManager):
         stale = counts > 0
         self._stale = stale if stale.any() else None
         return len(ids)
+
+    def forget(self, block_ids: Iterable[int] | BlockIds | Index) -> Index:
+        """Take blocks, and all cached ones behind them, out of the prefix cache.
+
+        For content that turned out to be wrong, or that never came. None of them is ever matched
+        again. Those that nobody holds are free now; others are when they are let go, and until
+        then they cannot be published again. Ids that are not cached are passed over.
+
+        Returns:
+            The ids that were cached until now, int64 [n].
+
+        Raises:
+            ValueError: an id is outside the pool; nothing changed.
+        """
+        self._settle_dropped()
+        ids, counts = as_index(block_ids), self._ledger.counts
+        outside = ids[(ids < 0) | (ids >= len(counts))]
+        if outside.size:
+            raise ValueError(
+                f"block {outside[0]} cannot be forgotten: ids are 1..{len(counts) - 1}"
+            )
+        forgotten = self._cache.forget(ids)
+        held = counts[forgotten] > 0
+        self._give_back(forgotten[~held])
+        if held.any():
+            if self._stale is None:
+                self._stale = np.zeros(len(counts), np.bool_)
+            self._stale[forgotten[held]] = True
+        return forgotten
+
+    def is_cached(self, block_ids: BlockIds | Index) -> NDArray[np.bool_]:
+        """Whether the prefix cache holds each block, bool [n]."""
+        return self._cache.run_of[block_ids] >= 0
 
     def ref_counts(self, ids: Index) -> NDArray[np.int32]:
         """int32 [n]: live handles per id, plus one where the prefix cache holds it."""

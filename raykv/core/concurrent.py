@@ -13,8 +13,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _METHODS = (
     "admit", "allocate", "allocate_shared", "cache", "check_integrity", "deallocate", "drop",
-    "explain", "free_many", "hash_of", "make_handle", "num_matching_blocks", "prefix_hashes",
-    "ref_counts", "reset_prefix_cache", "retire", "use_counts",
+    "explain", "forget", "free_many", "hash_of", "is_cached", "make_handle",
+    "num_matching_blocks", "prefix_hashes", "ref_counts", "reset_prefix_cache", "retire",
+    "use_counts",
 )  # fmt: skip
 _COUNTERS = (
     "num_available_blocks", "num_blocks_in_prefix_cache", "num_evictable_blocks",

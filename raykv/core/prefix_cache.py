@@ -28,10 +28,17 @@ from .namespace import DEFAULT, MultimodalItems, Namespace, RootKey
 from .prefix_audit import audit
 from .retention import DEFAULT_RETENTION, Retention
 from .retired_order import RetiredFirst
-from .runs import ChildKey, Path, Root, Run, path_ids, path_length
+from .runs import (
+    ChildKey,
+    Path,
+    Root,
+    Run,
+    content_until,
+    path_ids,
+    path_length,
+    with_subtrees,
+)
 from .tokens import NO_INDEX, Index, TokenIds, as_tokens
-
-_MAX_TRIED = 4
 
 
 class PrefixCache:
@@ -159,31 +166,7 @@ class PrefixCache:
         touched = {first}
         if others[others.argmax()]:
             touched.update(np.unique(indices).tolist())
-        # Deepest first, so that a child is stamped before the parent it lets go of.
-        heap = [(-run.depth, run.index) for run in map(self._run, touched)]
-        heapq.heapify(heap)
-        while heap:
-            run = self._run(heapq.heappop(heap)[1])
-            old = run.protected
-            new = self._last_held(run, len(ids))
-            if new == old:
-                continue
-            self._clock += 1
-            run.let_go(new, self._clock)
-            self._order.add(run, self._clock)
-            self.num_evictable += old - new
-            if new == 0 and run.depth:
-                anchor = run.anchor()
-                self._counts[anchor] -= PIN
-                parent = run.parent
-                assert parent is not None, "a run of some depth has a parent"
-                if self._counts[anchor] == 0 and parent.index not in touched:
-                    touched.add(parent.index)
-                    heapq.heappush(heap, (-parent.depth, parent.index))
-        if self._clock >= self._compact_at:
-            # As much is released until the next time as there is to look through at this time.
-            num_live = self._order.compact(run for run in self._runs if run is not None)
-            self._compact_at = self._clock + 2 * max(num_live, len(self._runs)) + 64
+        self._let_go(touched, len(ids))
 
     def evict(self, num_blocks: int) -> Index:
         """Forget the least recently released evictable blocks; return their ids.
@@ -208,6 +191,38 @@ class PrefixCache:
         self.num_evictable -= len(ids)
         self.num_evicted += len(ids)
         return ids
+
+    def forget(self, ids: Index) -> Index:
+        """Take blocks and all that stands behind them out of the tree, whoever holds them.
+
+        Ids that are not cached are passed over. What is held keeps its references; what is not is
+        the caller's to free.
+
+        Returns:
+            The ids that were cached until now, int64 [n].
+        """
+        keep: dict[Run, int] = {}
+        for block_id in ids[self.run_of[ids] >= 0].tolist():
+            run = self._run(int(self.run_of[block_id]))
+            keep[run] = min(keep.get(run, run.length), run.position(block_id))
+        gone, touched = [NO_INDEX], []
+        for run, length in with_subtrees(keep):
+            is_held = run.protected > 0
+            self.num_evictable -= run.length - max(run.protected, length)
+            run.protected = min(run.protected, length)
+            gone.append(run.shrink(length))
+            touched.append(run)
+            if length == 0:
+                assert run.parent is not None, "roots hold no blocks"
+                if run.depth:
+                    self._counts[run.anchor()] -= is_held * PIN
+                    touched.append(run.parent)
+                self._remove(run)
+        forgotten = np.concatenate(gone)
+        self.run_of[forgotten] = -1
+        self._num_cached -= len(forgotten)
+        self._let_go({run.index for run in touched if run.length}, len(forgotten))
+        return forgotten
 
     def retire(self, version: int) -> int:
         """Evict what these weights computed before all else, also what is released later.
@@ -251,16 +266,7 @@ class PrefixCache:
         index = int(self.run_of[block_id])
         if index < 0:
             return None
-        run: Run = self._run(index)
-        count = int(np.flatnonzero(run.ids[: run.length] == block_id)[0]) + 1
-        tokens, items = [], []
-        while run.parent is not None:
-            tokens.append(np.frombuffer(run.key[1] + run.rest, np.int32, count * self.block_size))
-            end = (run.depth + count) * self.block_size
-            items += [item for item in run.items if item[0] < end]
-            count, run = run.offset, run.parent
-        assert isinstance(run, Root), "the chain of parents ends in a root"
-        return np.concatenate(tokens[::-1]), Namespace(*run.root_key, multimodal=tuple(items))
+        return content_until(self._run(index), block_id)
 
     # -- the tree -------------------------------------------------------------------------------
 
@@ -275,7 +281,7 @@ class PrefixCache:
         while run is not None:
             following, at = None, 0
             if not namespace.multimodal:
-                following, at = self._branch(run, tokens, done, stop)
+                following, at = run.branch(tokens, done, stop)
             if following is None:
                 at = run.common_blocks(tokens, done, stop, size, namespace)
                 if run.children and done + at < stop:
@@ -285,30 +291,6 @@ class PrefixCache:
             done += at
             run = following
         return path
-
-    def _branch(
-        self, run: Run, tokens: memoryview, start: int, stop: int
-    ) -> tuple[Run | None, int]:
-        """Where a prompt leaves a run for a child, found without looking for the difference.
-
-        No child begins like the run itself goes on. So if the prompt is equal up to a child's
-        offset and goes on like the child, that is where it leaves. Tried for few children only.
-        """
-        if len(run.children) > _MAX_TRIED or run.items:
-            return None, 0
-        size = self.block_size
-        begin = start * size
-        for child in run.children.values():
-            at, first, items = child.key
-            end = begin + at * size
-            if (
-                start + at < stop
-                and tokens[end : end + size].tobytes() == first
-                and not items
-                and run.rest.startswith(tokens[begin + size : end])
-            ):
-                return child, at
-        return None, 0
 
     def _key(self, tokens: memoryview, block: int, at: int, namespace: Namespace) -> ChildKey:
         start = block * self.block_size
@@ -349,22 +331,36 @@ class PrefixCache:
         if isinstance(parent, Root) and not parent.children:
             del self.roots[parent.root_key]
 
-    def _last_held(self, run: Run, width: int) -> int:
-        """Where ``protected`` belongs: behind the last held block of those it covers.
+    def _let_go(self, touched: set[int], width: int) -> None:
+        """Stamp what nothing holds any more in the runs with these indices, and above them.
 
-        Looks at the last ``width`` + 1 blocks, then at twice as many: what it costs depends on how
-        many were let go, not on how many are held.
+        ``width`` is about how many blocks were let go in one run.
         """
-        stop = run.protected
-        width += 1
-        while stop:
-            start = max(0, stop - width)
-            held = self._counts[run.ids[start:stop]][::-1] > 0
-            behind = int(held.argmax())  # on booleans argmax stops at the first True
-            if held[behind]:
-                return stop - behind
-            stop, width = start, 2 * width
-        return 0
+        # Deepest first, so that a child is stamped before the parent it lets go of.
+        heap = [(-run.depth, run.index) for run in map(self._run, touched)]
+        heapq.heapify(heap)
+        while heap:
+            run = self._run(heapq.heappop(heap)[1])
+            old = run.protected
+            new = run.last_held(self._counts, width)
+            if new == old:
+                continue
+            self._clock += 1
+            run.let_go(new, self._clock)
+            self._order.add(run, self._clock)
+            self.num_evictable += old - new
+            if new == 0 and run.depth:
+                anchor = run.anchor()
+                self._counts[anchor] -= PIN
+                parent = run.parent
+                assert parent is not None, "a run of some depth has a parent"
+                if self._counts[anchor] == 0 and parent.index not in touched:
+                    touched.add(parent.index)
+                    heapq.heappush(heap, (-parent.depth, parent.index))
+        if self._clock >= self._compact_at:
+            # As much is released until the next time as there is to look through at this time.
+            num_live = self._order.compact(run for run in self._runs if run is not None)
+            self._compact_at = self._clock + 2 * max(num_live, len(self._runs)) + 64
 
     def _remember(self, run: Run, length: int) -> None:
         """Note what stood behind the first ``length`` blocks of a run that is being cut there."""

@@ -11,7 +11,7 @@ import numpy as np
 from .anchors import Anchors
 from .namespace import MultimodalItems, Namespace, RootKey
 from .retention import DEFAULT_RETENTION, Retention
-from .tokens import NO_INDEX, Index
+from .tokens import NO_INDEX, Index, TokenIds
 
 ChildKey = tuple[int, bytes, MultimodalItems]
 """Blocks of the parent before the child, the child's first block's tokens, and its items."""
@@ -19,6 +19,7 @@ ChildKey = tuple[int, bytes, MultimodalItems]
 Tails = list[tuple[int, int]]
 
 _TOKEN_BYTES = 4
+_MAX_TRIED = 4
 # What most runs have none of; shared by them and never written to.
 _NO_CHILDREN: dict[ChildKey, Run] = {}
 _NO_TAILS: Tails = []
@@ -115,6 +116,31 @@ class Run:
             self.anchors = Anchors(offset for offset, _, _ in self.children)
         return self.anchors.deepest()
 
+    def position(self, block_id: int) -> int:
+        """Blocks of the run that precede this one, which is one of its live blocks."""
+        return int(np.flatnonzero(self.ids[: self.length] == block_id)[0])
+
+    def last_held(self, counts: Index, width: int) -> int:
+        """Where ``protected`` belongs: behind the last held block of those it covers.
+
+        Looks at the last ``width`` + 1 blocks, then at twice as many: what it costs depends on how
+        many were let go, not on how many are held.
+
+        Args:
+            counts: per block id, above zero for what is held.
+            width: about how many blocks were let go.
+        """
+        stop = self.protected
+        width += 1
+        while stop:
+            start = max(0, stop - width)
+            held = counts[self.ids[start:stop]][::-1] > 0
+            behind = int(held.argmax())  # on booleans argmax stops at the first True
+            if held[behind]:
+                return stop - behind
+            stop, width = start, 2 * width
+        return 0
+
     def let_go(self, start: int, stamp: int) -> None:
         """The blocks [start, protected) have lost their last holder."""
         if self.protected < self.length:
@@ -185,6 +211,31 @@ class Run:
             if first is not None:
                 count = first // size - start
         return count
+
+    def branch(self, tokens: memoryview, start: int, stop: int) -> tuple[Run | None, int]:
+        """Where a prompt leaves the run for a child, found without looking for the difference.
+
+        No child begins like the run itself goes on. So if the prompt is equal up to a child's
+        offset and goes on like the child, that is where it leaves. Tried for few children only.
+
+        Returns:
+            The child and the blocks before it; None and 0 if nothing was found out.
+        """
+        if len(self.children) > _MAX_TRIED or self.items:
+            return None, 0
+        size = self.block_size
+        begin = start * size
+        for child in self.children.values():
+            at, first, items = child.key
+            end = begin + at * size
+            if (
+                start + at < stop
+                and tokens[end : end + size].tobytes() == first
+                and not items
+                and self.rest.startswith(tokens[begin + size : end])
+            ):
+                return child, at
+        return None, 0
 
     @property
     def block_size(self) -> int:
@@ -285,3 +336,35 @@ def path_ids(path: Path) -> Index:
         run, count = path[0]
         return run.ids[:count]
     return np.concatenate([run.ids[:count] for run, count in path])
+
+
+def content_until(run: Run, block_id: int) -> tuple[TokenIds, Namespace]:
+    """Tokens from the root to the end of one of the run's blocks, and their namespace."""
+    count = run.position(block_id) + 1
+    tokens, items = [], []
+    while run.parent is not None:
+        tokens.append(np.frombuffer(run.key[1] + run.rest, np.int32, count * run.block_size))
+        end = (run.depth + count) * run.block_size
+        items += [item for item in run.items if item[0] < end]
+        count, run = run.offset, run.parent
+    assert isinstance(run, Root), "the chain of parents ends in a root"
+    return np.concatenate(tokens[::-1]), Namespace(*run.root_key, multimodal=tuple(items))
+
+
+def with_subtrees(keep: dict[Run, int]) -> list[tuple[Run, int]]:
+    """What cutting some runs comes to: all runs to cut, children before parents.
+
+    Args:
+        keep: how many leading blocks are to be left of each; completed.
+
+    Returns:
+        Runs, each with how many leading blocks are left; 0 where it hangs on a block that goes.
+    """
+    todo = list(keep)
+    while todo:
+        run = todo.pop()
+        for child in run.children.values():
+            if child.offset > keep[run] and keep.get(child) != 0:
+                keep[child] = 0
+                todo.append(child)
+    return sorted(keep.items(), key=lambda entry: -entry[0].depth)

@@ -75,7 +75,7 @@ class ReferenceManager:
         handles: every unreleased handle; counts are derived from this list alone.
         tree: content name -> id.
         event_of: evictable id -> number of the release that made it evictable.
-        stale: ids in use that were computed before a reset.
+        stale: ids in use that were computed before a reset, or forgotten.
         retired: versions of the weights whose blocks go first.
     """
 
@@ -291,6 +291,19 @@ class ReferenceManager:
         self.stale = set(self.references())
         self._settle()
         return num_entries
+
+    def forget(self, ids: set[int]) -> set[int]:
+        roots = [key for key, i in self.tree.items() if i in ids]
+        gone = {
+            i
+            for key, i in self.tree.items()
+            if any(root == key or root.is_proper_prefix_of(key) for root in roots)
+        }
+        self.tree = {key: i for key, i in self.tree.items() if i not in gone}
+        self.stale |= gone & set(self.references())
+        self.event += 1
+        self._settle()
+        return gone
 
     def retire(self, weights_version: int) -> int:
         self.retired.add(weights_version)

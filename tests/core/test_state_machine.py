@@ -262,6 +262,25 @@ class Managers(RuleBasedStateMachine):
     def reset(self):
         assert self.real.reset_prefix_cache() == self.model.reset_prefix_cache()
 
+    @rule(ids=st.sets(st.integers(0, 24), max_size=3))
+    def forget(self, ids):
+        self.forget_pair({i for i in ids if i < self.model.num_blocks})
+
+    @rule(
+        tokens=strategies.token_ids, namespace=strategies.namespace_fields, start=st.integers(-2, 3)
+    )
+    def forget_an_end_that_is_held(self, tokens, namespace, start):
+        whole = self.match_pair(tokens, namespace)
+        part = slice(start, None)
+        end = self.keep(whole.real[part], self.model.slice(whole.model, part))
+        self.release_pair(whole)
+        self.forget_pair(set(end.model.ids))
+
+    def forget_pair(self, ids: set[int]):
+        gone = self.real.forget(sorted(ids)).tolist()
+        assert len(gone) == len(set(gone))
+        assert set(gone) == self.model.forget(ids)
+
     @rule(version=st.integers(0, 1))
     def retire(self, version):
         assert self.real.retire(version) == self.model.retire(version)

@@ -1,0 +1,84 @@
+"""How many host blocks are in which state, and what became of others."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from raykv.host_tier import HostTier
+
+
+@dataclass(frozen=True, slots=True)
+class HostTierStats:
+    """Counts of blocks, now and since the start.
+
+    Attributes:
+        blocks: that can be handed out: all but the padding block.
+        free: that hold nothing.
+        cached: that can be found, whether pinned or not.
+        storing: that are being written.
+        pinned: that must stay for loads under way, or as ancestors of what is being written.
+        quarantined: that nobody gets, since a silent client may write them or they were corrupt.
+        stored_total: that were written and could be found then.
+        orphaned: that were written, but whose ancestors were lost meanwhile.
+        hit: that were given to read.
+        loaded_total: that were read well.
+        evicted: that made room.
+        corrupt: that were found corrupt.
+        stale: that were reassigned, or seemed so, while they were read.
+        refused: that were offered and found no room.
+        expired: reports, not blocks: those of tickets that were over.
+    """
+
+    blocks: int
+    free: int
+    cached: int
+    storing: int
+    pinned: int
+    quarantined: int
+    stored_total: int
+    orphaned: int
+    hit: int
+    loaded_total: int
+    evicted: int
+    corrupt: int
+    stale: int
+    refused: int
+    expired: int
+
+
+def count(tier: HostTier, totals: Counter[str]) -> HostTierStats:
+    """Count the blocks of a tier.
+
+    Args:
+        tier: whose.
+        totals: what it counted since the start.
+    """
+    manager, clients = tier.manager, tier.clients
+    storing = [store.own for client in clients for store in client.stores.values()]
+    num_storing = sum(map(len, storing))
+    num_unready = sum(int(np.count_nonzero(manager.is_cached(ids))) for ids in storing)
+    num_left = sum(remains.num_blocks for remains in clients.remains.values())
+    corrupt = np.fromiter(tier.corrupt, np.int64)
+    num_corrupt_in_use = int(np.count_nonzero(manager.use_counts(corrupt)))
+    return HostTierStats(
+        blocks=manager.num_total_blocks,
+        free=manager.num_free_blocks,
+        cached=manager.num_blocks_in_prefix_cache - num_unready,
+        storing=num_storing,
+        pinned=manager.num_used_blocks - num_storing - num_left - num_corrupt_in_use,
+        quarantined=num_left + len(corrupt),
+        stored_total=totals["stored"],
+        orphaned=totals["orphaned"],
+        hit=totals["hit"],
+        loaded_total=totals["loaded"],
+        evicted=manager.num_evicted_blocks,
+        corrupt=totals["corrupt"],
+        stale=totals["stale"],
+        refused=totals["refused"],
+        expired=totals["expired"],
+    )
