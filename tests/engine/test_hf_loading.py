@@ -15,6 +15,7 @@ from raykv.errors import ConfigError
     [
         ("hidden_size", "32", "cannot load the model .* expected int, got str"),
         ("layer_types", ["x"], "cannot load the model .*layer_types"),
+        ("model_type", "zzz", "cannot load the model .*zzz"),
         ("intermediate_size", 72, r"other shapes .*mlp.* instead of \("),
     ],
 )
