@@ -65,9 +65,9 @@ def make_plan(options: DemoOptions, steps: Steps) -> Plan:
     )
     with steps.step(f"model {path}") as update:
         folder = fetch(path, update)
-        chat = ChatFormat(_tokenizer(path), workload.system)
-        if _keeps_state(folder):
+        if keeps_state(folder):
             config = with_checkpoints(config)
+        chat = ChatFormat(_tokenizer(path), workload.system)
         update(None, folder)
     workload.check(chat, config.max_tokens_per_sequence)
     return Plan(config, workload, chat)
@@ -121,14 +121,16 @@ def fetch(path: str, update: Update) -> str:
     return str(folder)
 
 
-def _keeps_state(folder: str) -> bool:
-    """Whether a model's layers keep recurrent state, as its config says."""
-    import transformers  # noqa: PLC0415 - seconds to import
+def keeps_state(folder: str) -> bool:
+    """Whether a model's layers keep recurrent state, as its config says.
 
-    from raykv.engine.hf_support import text_config  # noqa: PLC0415
+    Raises:
+        ConfigError: the config cannot be read.
+    """
+    from raykv.engine.hf_support import read_config, text_config  # noqa: PLC0415 - seconds
     from raykv.engine.mixers import linear_layers  # noqa: PLC0415
 
-    return bool(linear_layers(text_config(transformers.AutoConfig.from_pretrained(folder))))
+    return bool(linear_layers(text_config(read_config(folder))))
 
 
 def _tokenizer(path: str) -> Any:

@@ -108,7 +108,8 @@ def check_logits(engine: Engine, prompt: Sequence[int], seed: int = 0) -> LogitC
         cold, _ = _prefill(engine, recorder, tokens)
         warm, num_shared = _prefill(engine, recorder, tokens)
         with manager.allocate_shared(tokens[:-1]) as shared:
-            middle = shared.ids[len(shared) // 2 :][:1].copy()  # none, if nothing is shared
+            # One that was reused, which is not all that is cached; none, if nothing is cached.
+            middle = shared.ids[num_shared // manager.block_size // 2 :][:1].copy()
         noise = np.random.default_rng(seed).standard_normal(buffers.storage.shape[1:])
         buffers.storage[middle] = noise
         corrupted, _ = _prefill(engine, recorder, tokens)

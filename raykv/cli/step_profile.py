@@ -18,8 +18,8 @@ from raykv.config import PoolConfig
 from raykv.engine.params import GenerationRequest, SamplingParams
 
 from .console import Steps, Update
-from .demo import fetch
-from .settings import DemoOptions, one_rank, pool_config
+from .demo import fetch, keeps_state
+from .settings import DemoOptions, one_rank, pool_config, with_checkpoints
 
 if TYPE_CHECKING:
     from raykv.engine.engine import Engine
@@ -96,7 +96,9 @@ def run_profile(options: DemoOptions, steps: Steps) -> Profile:
     context, num_steps = (128, 8) if options.quick else (256, 16)
     per_sequence = -(-(context + num_steps + _WARMUP_STEPS + 2) // config.block_size)
     with steps.step(f"model {path}") as update:
-        fetch(path, update)
+        folder = fetch(path, update)
+        if keeps_state(folder):
+            config = with_checkpoints(config)
         import torch  # noqa: PLC0415 - an extra, and seconds to import
 
         torch.set_num_threads(1)
@@ -145,7 +147,7 @@ def print_profile(profile: Profile, console: Console) -> None:
 
 
 def _engine(config: PoolConfig, num_blocks: int, num_batched_tokens: int) -> Engine:
-    """An engine that prefills all sequences in one step, so that all decode from then on."""
+    """An engine that prefills all sequences side by side, so that all decode from then on."""
     from raykv.engine.build import build_rank  # noqa: PLC0415 - brings torch
 
     config = one_rank(config, num_blocks, max_num_batched_tokens=num_batched_tokens)
@@ -165,6 +167,8 @@ def _measure(
     )
     update(None, "prefill")
     engine.step()
+    while any(task.num_remaining > 1 for task in engine.scheduler.running):  # cut for checkpoints
+        engine.step()
     decoder.step()
     samples: list[dict[str, float]] = []
     for step in range(_WARMUP_STEPS + num_steps):

@@ -14,15 +14,13 @@ from numpy.typing import NDArray
 try:
     import torch
     import transformers
-    from huggingface_hub.errors import StrictDataclassError
-    from safetensors import SafetensorError
 except ImportError as error:
     raise ImportError(
         f"running a model needs {error.name}, not installed here; run: pip install 'raykv[model]'"
     ) from error
 
 from raykv.engine.batch import StepBatch
-from raykv.engine.hf_support import check_supported, text_config
+from raykv.engine.hf_support import check_supported, loading, read_config, text_config
 from raykv.engine.hf_weights import ModelWeights, Reader, Staged, give_back_device_memory
 from raykv.engine.linear_attention import LinearStates, LinearStep
 from raykv.engine.mixers import check_states_count, linear_layers, wrap_mixers
@@ -318,24 +316,17 @@ def load_model(model: str | Path, *, dtype: KVDtype = "float32", device: Device 
         ConfigError: files or weights are missing or damaged.
         NotSupportedError: raykv cannot run this kind of model.
     """
-    try:
-        # Loading changes settings of the whole process for a while, so one at a time.
-        with _loading, quiet_transformers():
-            config = transformers.AutoConfig.from_pretrained(str(model))
-            check_supported(text_config(config))
-            loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
-                str(model),
-                config=config,
-                dtype=getattr(torch, dtype),
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # told below, in one line
-            )
-    except (OSError, ValueError, TypeError, SafetensorError, StrictDataclassError) as error:
-        problem = " ".join(str(error).split())
-        raise ConfigError(
-            f"cannot load the model {str(model)!r}: {problem}; "
-            "name a complete model folder, a hub id that can be reached, or a known model"
-        ) from error
+    # Loading changes settings of the whole process for a while, so one at a time.
+    with loading(model), _loading, quiet_transformers():
+        config = read_config(model)
+        check_supported(text_config(config))
+        loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
+            str(model),
+            config=config,
+            dtype=getattr(torch, dtype),
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # told below, in one line
+        )
     # transformers fills missing weights with random numbers and only logs it.
     absent = sorted(info["missing_keys"])
     if info["mismatched_keys"]:

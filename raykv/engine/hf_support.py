@@ -1,12 +1,46 @@
 """Which Hugging Face models raykv's engine can run, told from their config alone."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import transformers
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 
 from raykv.engine.mixers import LINEAR
-from raykv.errors import NotSupportedError
+from raykv.errors import ConfigError, NotSupportedError
+
+
+@contextmanager
+def loading(model: str | Path) -> Iterator[None]:
+    """Tell in one line what transformers does not like about a model's files.
+
+    Raises:
+        ConfigError: in place of its errors.
+    """
+    try:
+        yield
+    except (OSError, ValueError, TypeError, SafetensorError, StrictDataclassError) as error:
+        if isinstance(error, ConfigError | NotSupportedError):
+            raise
+        problem = " ".join(str(error).split())
+        raise ConfigError(
+            f"cannot load the model {str(model)!r}: {problem}; "
+            "name a complete model folder, a hub id that can be reached, or a known model"
+        ) from error
+
+
+def read_config(model: str | Path) -> Any:
+    """The config of a model folder or hub id.
+
+    Raises:
+        ConfigError: it is missing or damaged.
+    """
+    with loading(model):
+        return transformers.AutoConfig.from_pretrained(str(model))
 
 
 def text_config(config: Any) -> Any:

@@ -73,6 +73,25 @@ def test_a_lost_state_shows(prompt):
     assert kv.linear_state.num_free_slots == 7
 
 
+def test_the_bad_block_is_one_that_is_reused(prompt):
+    """With few slots the state is kept at the prompt's beginning only, and K and V are for all."""
+    runner = HFModelRunner(random_models.build("qwen3_5-tiny"), block_size=4)
+    config = PoolConfig(
+        num_blocks=64,
+        block_size=4,
+        max_num_seqs=2,
+        memory={"device": "cpu"},
+        model={"path": "x"},
+        linear_state={"num_slots": 4, "stride_tokens": 4},
+    )
+    kv = RankKV(config, 0, runner.kv_spec, runner.state_spec)
+    runner.bind(kv.buffers, kv.state_buffers)
+    check = check_logits(Engine(runner, kv, max_num_batched_tokens=16), prompt)
+    assert 0 < check.num_shared_tokens < 20
+    assert check.is_equal
+    assert check.can_tell
+
+
 def test_a_cache_that_returns_other_blocks_is_found(engine, prompt):
     """The block that holds tokens 8..12 changes between the cold and the warm prefill."""
     publish, storage = engine.kv.cache, engine.kv.buffers.storage

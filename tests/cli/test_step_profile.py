@@ -45,3 +45,19 @@ def test_table_and_json(profile):
     assert {"step_ms", "gather_ms", "engine_ms", "dynamic_step_ms", "dynamic_concat_ms"} <= values[
         "profile"
     ][0].keys()
+
+
+def test_a_hybrid_gets_slots_and_decodes_from_the_first_measured_step(monkeypatch):
+    monkeypatch.setattr(step_profile, "SEQUENCES", (2,))
+    measure, running = step_profile._raykv_step, []
+
+    def step(engine):
+        running.append([task.num_remaining for task in engine.scheduler.running])
+        return measure(engine)
+
+    monkeypatch.setattr(step_profile, "_raykv_step", step)
+    with Steps(Console(file=io.StringIO())) as steps:
+        options = DemoOptions(model_class="qwen3_5-tiny", quick=True)
+        profile = step_profile.run_profile(options, steps)
+    assert [row.num_sequences for row in profile.rows] == [2]
+    assert running == [[1, 1]] * len(running) != []

@@ -1,6 +1,5 @@
 import copy
 import inspect
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -367,25 +366,6 @@ def test_missing_files_and_weights_are_named(tmp_path, tiny_llama):
         HFModelRunner.load(tmp_path, block_size=4)
     tiny_llama.save_pretrained(tmp_path)
     assert HFModelRunner.load(tmp_path, block_size=4).vocab_size == 128
-
-
-@pytest.mark.parametrize(
-    ("setting", "value", "message"),
-    [
-        ("hidden_size", "32", "cannot load the model .* expected int, got str"),
-        ("layer_types", ["x"], "cannot load the model .*layer_types"),
-        ("intermediate_size", 72, r"other shapes .*mlp.* instead of \("),
-    ],
-)
-def test_a_config_that_does_not_fit_is_told_in_one_line(
-    tmp_path, tiny_llama, setting, value, message
-):
-    tiny_llama.save_pretrained(tmp_path)
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {setting: value}))
-    with pytest.raises(ConfigError, match=message) as caught:
-        HFModelRunner.load(tmp_path, block_size=4)
-    assert "\n" not in str(caught.value)
 
 
 def test_buffers_of_another_layout_are_refused(paged, tiny_llama):
