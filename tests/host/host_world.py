@@ -265,7 +265,7 @@ class World:
 
     def findable(self) -> set[int]:
         ids = np.arange(len(self.generations))
-        return set(ids[self.tier.manager.is_cached(ids) & self.tier.ready].tolist())
+        return set(ids[self.tier.manager.is_cached(ids) & self.tier.blocks.ready].tolist())
 
     def check(self):
         tier = self.tier
