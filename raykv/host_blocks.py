@@ -89,23 +89,17 @@ class HostBlocks:
         Returns:
             One per row; of no blocks where there is nothing to write.
         """
-        manager, size = self.manager, self.manager.block_size
+        manager, given = self.manager, dict[int, Transfer]()
+        # Held until all are served, so that none makes room by evicting what another builds on.
         matches = [manager.allocate_shared(tokens, namespace=space) for tokens, space in rows]
         # Rows that go on alike behind what matches would get the same blocks twice: only the first
-        # of them goes with the others, all at once.
-        first_of: dict[Hashable, int] = {}
-        for at, ((tokens, space), match) in enumerate(zip(rows, matches, strict=True)):
-            next_block = tokens[: (len(match) + 1) * size].tobytes()
-            first_of.setdefault((space, next_block), at)
-        together = list(first_of.values())
-        admitted = manager.admit([self._request(rows[at]) for at in together])
-        given: dict[int, Transfer] = {}
-        if admitted is not None:
-            self._reassign(np.concatenate([NO_INDEX, *(ids[first:] for ids, first in admitted)]))
-            given = {
-                at: self._begin(rows[at], granted)
-                for at, granted in zip(together, admitted, strict=True)
-            }
+        # of them goes with the others, at once. What the rest share with it matches then.
+        together = self._unlike(rows, range(len(rows)), matches)
+        if self._give_all(rows, together, given) and len(given) < len(rows):
+            rest = [at for at in range(len(rows)) if at not in given]
+            longer = [manager.allocate_shared(rows[at][0], namespace=rows[at][1]) for at in rest]
+            matches += longer
+            self._give_all(rows, self._unlike(rows, rest, longer), given)
         transfers = [
             given[at] if at in given else self._give_some(row) for at, row in enumerate(rows)
         ]
@@ -162,6 +156,26 @@ class HostBlocks:
         for blocks in released:
             blocks.release()
         return len(released)
+
+    def _unlike(
+        self, rows: Sequence[Row], places: Iterable[int], matches: list[Blocks]
+    ) -> list[int]:
+        """Of the rows at these places, the first of each that go on alike behind their match."""
+        size, first_of = self.manager.block_size, dict[Hashable, int]()
+        for at, match in zip(places, matches, strict=True):
+            tokens, space = rows[at]
+            first_of.setdefault((space, tokens[: (len(match) + 1) * size].tobytes()), at)
+        return list(first_of.values())
+
+    def _give_all(self, rows: Sequence[Row], places: list[int], given: dict[int, Transfer]) -> bool:
+        """Serve these rows, which share no new block, in full; whether there was room."""
+        admitted = self.manager.admit([self._request(rows[at]) for at in places])
+        if admitted is None:
+            return False
+        self._reassign(np.concatenate([NO_INDEX, *(ids[first:] for ids, first in admitted)]))
+        for at, granted in zip(places, admitted, strict=True):
+            given[at] = self._begin(rows[at], granted)
+        return True
 
     def _request(self, row: Row) -> AdmitRequest:
         tokens, namespace = row
