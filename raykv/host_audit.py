@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from raykv.core.tokens import NO_INDEX, Index
 from raykv.errors import IntegrityError
@@ -14,19 +13,20 @@ if TYPE_CHECKING:
     from raykv.host_tier import HostTier
 
 
-def audit(tier: HostTier, generations: NDArray[np.uint64]) -> None:
+def audit(tier: HostTier) -> None:
     """Compare the manager's books with what is under way and in quarantine.
 
     Raises:
         IntegrityError: something disagrees.
     """
     manager, clients = tier.manager, tier.clients
+    ready, generations = tier.blocks.ready, tier.blocks.generations
     manager.check_integrity()
     num_blocks = manager.num_total_blocks + 1
     stores = [store for client in clients for store in client.stores.values()]
     loads = [load for client in clients for load in client.loads.values()]
     left = [blocks for remains in clients.remains.values() for blocks in remains.stores.values()]
-    kept = [*left, *tier.corrupt.values()]
+    kept = [*left, *tier.blocks.corrupt.values()]
     every_id = np.arange(num_blocks)
     cached = manager.is_cached(every_id)
     num_handles = manager.ref_counts(every_id) - cached
@@ -45,12 +45,10 @@ def audit(tier: HostTier, generations: NDArray[np.uint64]) -> None:
     _require(not (quarantined & cached).any(), "a block in quarantine can be found")
 
     # What can be found is complete, and what is not complete has a writer.
-    _require(np.array_equal(cached & ~tier.ready, cached & storing), "a block is half ready")
+    _require(np.array_equal(cached & ~ready, cached & storing), "a block is half ready")
     _require(bool((generations[cached | storing] > 0).all()), "a block was never assigned")
     for load in loads:
-        _require(
-            bool((tier.ready | ~cached)[load.blocks.index].all()), "a load reads a block early"
-        )
+        _require(bool((ready | ~cached)[load.blocks.index].all()), "a load reads a block early")
     for client in clients:
         remains = clients.remains.get(client.client_id)
         _require(remains is None or remains.pid == client.pid, "two processes have one name")

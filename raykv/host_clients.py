@@ -6,48 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from raykv.core import Blocks
-from raykv.core.tokens import Index
 from raykv.errors import RankUnavailableError, RequestError
-from raykv.host_tickets import LoadResult, StoreResult
-
-
-@dataclass(slots=True, eq=False)
-class Transfer:
-    """A store or a load under way.
-
-    Attributes:
-        blocks: holds its host blocks and all their ancestors, from the root on.
-        first_block: where its own begin.
-    """
-
-    blocks: Blocks
-    first_block: int
-
-    @property
-    def own(self) -> Index:
-        """Ids of the blocks that are written or read, int64 [n]."""
-        return self.blocks.index[self.first_block :]
-
-    def check_stored(self, result: StoreResult) -> None:
-        """Raise ValueError if a store cannot have ended like this."""
-        num_blocks, num_ok = len(self.own), result.num_ok
-        if not 0 <= num_ok <= num_blocks:
-            raise ValueError(
-                f"store {result.ticket_id} is of {num_blocks} blocks, but {num_ok} are reported"
-            )
-        if result.checksums is not None and len(result.checksums) < num_ok:
-            raise ValueError(
-                f"store {result.ticket_id} reports {num_ok} blocks, but {len(result.checksums)}"
-                " checksums: give one for each, or None"
-            )
-
-    def check_loaded(self, result: LoadResult) -> None:
-        """Raise ValueError if a load cannot have ended like this."""
-        if result.outcomes.shape != self.own.shape:
-            raise ValueError(
-                f"load {result.ticket_id} is of {len(self.own)} blocks, but outcomes of shape"
-                f" {result.outcomes.shape} are reported: give one for each"
-            )
+from raykv.host_blocks import Transfer
 
 
 @dataclass(slots=True, eq=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -51,19 +50,14 @@ class HostTierStats:
     expired: int
 
 
-def count(tier: HostTier, totals: Counter[str]) -> HostTierStats:
-    """Count the blocks of a tier.
-
-    Args:
-        tier: whose.
-        totals: what it counted since the start.
-    """
-    manager, clients = tier.manager, tier.clients
+def count(tier: HostTier) -> HostTierStats:
+    """Count the blocks of a tier."""
+    manager, clients, totals = tier.manager, tier.clients, tier.blocks.totals
     storing = [store.own for client in clients for store in client.stores.values()]
     num_storing = sum(map(len, storing))
     num_unready = sum(int(np.count_nonzero(manager.is_cached(ids))) for ids in storing)
     num_left = sum(remains.num_blocks for remains in clients.remains.values())
-    corrupt = np.fromiter(tier.corrupt, np.int64)
+    corrupt = np.fromiter(tier.blocks.corrupt, np.int64)
     num_corrupt_in_use = int(np.count_nonzero(manager.use_counts(corrupt)))
     return HostTierStats(
         blocks=manager.num_total_blocks,

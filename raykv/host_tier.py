@@ -11,16 +11,16 @@ ready, they are forgotten together with all that was built on them.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from raykv.core import AdmitRequest, BlockManagerImpl, Blocks, Namespace, as_tokens
+from raykv.core import BlockManagerImpl, as_tokens
 from raykv.errors import ConfigError
 from raykv.host_audit import audit
-from raykv.host_clients import Client, HostClients, Transfer
+from raykv.host_blocks import HostBlocks, Row, Transfer
+from raykv.host_clients import Client, HostClients
 from raykv.host_stats import HostTierStats, count
 from raykv.host_tickets import (
     NO_TICKET,
@@ -33,9 +33,6 @@ from raykv.host_tickets import (
     StoreTicket,
     Want,
 )
-
-_NO_IDS = np.empty(0, np.int32)
-_NO_NUMBERS = np.empty(0, np.uint64)
 
 
 class HostTier:
@@ -57,9 +54,8 @@ class HostTier:
 
     Attributes:
         manager: of the host blocks.
+        blocks: which of them are complete, and which corrupt.
         clients: who they are, and what they have under way.
-        ready: bool [num_blocks], whether a cached block's content is complete.
-        corrupt: holds the blocks that were found corrupt, by id.
 
     Raises:
         ConfigError: impossible sizes, or an array of generations that does not fit.
@@ -83,13 +79,9 @@ class HostTier:
         self.manager = BlockManagerImpl(
             num_blocks, block_size, hash_seed=hash_seed, eviction=eviction
         )
+        self.blocks = HostBlocks(self.manager, generations)
         self.clients = HostClients(lease_s)
-        self.ready = np.zeros(num_blocks, np.bool_)
-        self.corrupt: dict[int, Blocks] = {}
-        self._generations = generations
-        self._checksums = np.zeros(num_blocks, np.uint64)
         self._last_ticket = NO_TICKET
-        self._totals: Counter[str] = Counter()
 
     # -- clients --------------------------------------------------------------------------------
 
@@ -152,7 +144,7 @@ class HostTier:
 
     # -- storing --------------------------------------------------------------------------------
 
-    def offer(self, client_id: str, offers: Sequence[Offer]) -> list[StoreTicket]:
+    def offer(self, client_id: str, offers: Iterable[Offer]) -> list[StoreTicket]:
         """Give host blocks for what the host lacks of each offer, root first.
 
         As many as there is room for, evicting what is not pinned; nothing that an offer of the call
@@ -167,17 +159,8 @@ class HostTier:
         """
         client = self.clients.need(client_id)
         rows = [self._offered(offer) for offer in offers]
-        matches = [
-            self.manager.allocate_shared(tokens, namespace=offer.namespace)
-            for tokens, offer in zip(rows, offers, strict=True)
-        ]
-        tickets = [
-            self._give(client, tokens, offer.namespace)
-            for tokens, offer in zip(rows, offers, strict=True)
-        ]
-        for match in matches:
-            match.release()
-        return tickets
+        transfers = self.blocks.give(rows)
+        return [self._store_ticket(client, transfer) for transfer in transfers]
 
     def stored(self, client_id: str, results: Iterable[StoreResult]) -> None:
         """Let the leading blocks that are complete be found, and take back the others.
@@ -193,13 +176,15 @@ class HostTier:
         for result in results:
             if result.ticket_id in stores:
                 stores[result.ticket_id].check_stored(result)
+        ended = []
         for result in results:
             store = stores.pop(result.ticket_id, None)
             if store is None:
-                self._totals["expired"] += 1
+                self.blocks.totals["expired"] += 1
                 self.clients.clear_ticket(client_id, result.ticket_id)
             else:
-                self._publish(store, result)
+                ended.append((store, result))
+        self.blocks.publish(ended)
 
     # -- loading --------------------------------------------------------------------------------
 
@@ -216,8 +201,11 @@ class HostTier:
             ValueError: a prompt is no row of tokens, or a number is negative; nothing changed.
         """
         client = self.clients.need(client_id)
-        rows = [(self._wanted(want), want) for want in wants]
-        return [self._look_up(client, tokens, want) for tokens, want in rows]
+        rows = [(self._wanted(want), want.num_device_blocks) for want in wants]
+        return [
+            self._load_ticket(client, self.blocks.look_up(row, num_device_blocks))
+            for row, num_device_blocks in rows
+        ]
 
     def loaded(self, client_id: str, results: Iterable[LoadResult]) -> None:
         """Let go of what was read. What was corrupt is never found again, nor what depends on it.
@@ -238,13 +226,13 @@ class HostTier:
         for result in results:
             load = loads.pop(result.ticket_id, None)
             if load is None:
-                self._totals["expired"] += 1
+                self.blocks.totals["expired"] += 1
                 continue
             outcomes = result.outcomes
-            self._totals["loaded"] += int(np.count_nonzero(outcomes == LoadOutcome.OK))
-            self._totals["stale"] += int(np.count_nonzero(outcomes == LoadOutcome.STALE))
+            self.blocks.totals["loaded"] += int(np.count_nonzero(outcomes == LoadOutcome.OK))
+            self.blocks.totals["stale"] += int(np.count_nonzero(outcomes == LoadOutcome.STALE))
             for block_id in load.own[outcomes == LoadOutcome.CORRUPT].tolist():
-                self._set_aside(block_id)
+                self.blocks.set_aside(block_id)
             load.blocks.release()
 
     # -- the rest -------------------------------------------------------------------------------
@@ -255,11 +243,7 @@ class HostTier:
         Returns:
             How many left quarantine.
         """
-        chosen = list(self.corrupt) if block_ids is None else list(block_ids)
-        released = [self.corrupt.pop(i) for i in chosen if i in self.corrupt]
-        for blocks in released:
-            blocks.release()
-        return len(released)
+        return self.blocks.release_quarantine(block_ids)
 
     def reset(self) -> int:
         """Forget everything that is cached, what is being stored included; returns how many."""
@@ -271,7 +255,7 @@ class HostTier:
 
     def stats(self) -> HostTierStats:
         """Count blocks; changes nothing."""
-        return count(self, self._totals)
+        return count(self)
 
     def check_integrity(self) -> None:
         """Recompute who holds each block, and in which state it is.
@@ -279,11 +263,11 @@ class HostTier:
         Raises:
             IntegrityError: something disagrees.
         """
-        audit(self, self._generations)
+        audit(self)
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _offered(self, offer: Offer) -> NDArray[np.int32]:
+    def _offered(self, offer: Offer) -> Row:
         tokens = as_tokens(offer.tokens)
         num_full = len(tokens) // self.manager.block_size
         if not 0 <= offer.num_blocks <= num_full:
@@ -291,95 +275,44 @@ class HostTier:
                 f"an offer of {len(tokens)} tokens has {num_full} full blocks of"
                 f" {self.manager.block_size}, but says that {offer.num_blocks} are computed"
             )
-        return tokens[: offer.num_blocks * self.manager.block_size]
+        return tokens[: offer.num_blocks * self.manager.block_size], offer.namespace
 
-    def _give(self, client: Client, tokens: NDArray[np.int32], namespace: Namespace) -> StoreTicket:
-        manager = self.manager
-        num_blocks = len(tokens) // manager.block_size
-        admitted = manager.admit([AdmitRequest(num_blocks, tokens, namespace)])
-        if admitted is None:
-            # Whatever matches is held, so it takes nothing from what is available.
-            known = manager.num_matching_blocks(tokens, namespace=namespace)
-            room = known + manager.num_available_blocks
-            self._totals["refused"] += num_blocks - room
-            admitted = manager.admit([AdmitRequest(room, tokens, namespace)])
-            assert admitted is not None, "as many as are available could not be had"
-        ids, first = admitted[0]
-        blocks = manager.adopt(ids)
-        if first == len(ids):
-            blocks.release()
-            return StoreTicket(NO_TICKET, first, _NO_IDS, _NO_NUMBERS)
-        new = ids[first:]
-        self.ready[new] = False
-        self._checksums[new] = 0
-        self._generations[new] += np.uint64(1)
-        num_new = manager.cache(
-            tokens[: len(ids) * manager.block_size], blocks, namespace=namespace
-        )
-        assert num_new == len(new), "what was admitted as new is cached"
-        self._last_ticket += 1
-        client.stores[self._last_ticket] = Transfer(blocks, first)
-        return StoreTicket(self._last_ticket, first, new.astype(np.int32), self._generations[new])
-
-    def _publish(self, store: Transfer, result: StoreResult) -> None:
-        own, num_ok = store.own, result.num_ok
-        if num_ok < len(own):
-            self.manager.forget(own[num_ok : num_ok + 1])  # and with it all that follows
-        complete = own[:num_ok]
-        # None are if an ancestor was lost meanwhile, or all was reset.
-        cached = self.manager.is_cached(complete)
-        self.ready[complete] = cached
-        if result.checksums is not None:
-            self._checksums[complete] = result.checksums[:num_ok]
-        num_cached = int(np.count_nonzero(cached))
-        self._totals["stored"] += num_cached
-        self._totals["orphaned"] += num_ok - num_cached
-        store.blocks.release()
-
-    def _wanted(self, want: Want) -> NDArray[np.int32]:
+    def _wanted(self, want: Want) -> Row:
         if want.num_device_blocks < 0:
             raise ValueError(f"a client cannot have {want.num_device_blocks} blocks of a prompt")
         tokens = as_tokens(want.tokens)
         size = self.manager.block_size
-        return tokens[: max(0, len(tokens) - 1) // size * size]
+        return tokens[: max(0, len(tokens) - 1) // size * size], want.namespace
 
-    def _look_up(self, client: Client, tokens: NDArray[np.int32], want: Want) -> LoadTicket:
-        blocks = self.manager.allocate_shared(tokens, namespace=want.namespace)
-        first, num_ready = want.num_device_blocks, self._num_ready(blocks.index)
-        if num_ready <= first:
-            blocks.release()
-            return LoadTicket(NO_TICKET, first, _NO_IDS, _NO_NUMBERS, _NO_NUMBERS)
-        if num_ready < len(blocks):
-            whole, blocks = blocks, blocks[:num_ready]
-            whole.release()
-        own = blocks.index[first:]
-        self._totals["hit"] += len(own)
-        self._last_ticket += 1
-        client.loads[self._last_ticket] = Transfer(blocks, first)
+    def _store_ticket(self, client: Client, store: Transfer) -> StoreTicket:
+        ids = store.own
+        ticket_id = self._note(client.stores, store)
+        generations = self.blocks.generations[ids]
+        return StoreTicket(ticket_id, store.first_block, ids.astype(np.int32), generations)
+
+    def _load_ticket(self, client: Client, load: Transfer) -> LoadTicket:
+        ids, blocks = load.own, self.blocks
         return LoadTicket(
-            self._last_ticket,
-            first,
-            own.astype(np.int32),
-            self._generations[own],
-            self._checksums[own],
+            self._note(client.loads, load),
+            load.first_block,
+            ids.astype(np.int32),
+            blocks.generations[ids],
+            blocks.checksums[ids],
         )
 
-    def _num_ready(self, ids: NDArray[np.int64]) -> int:
-        ready = self.ready[ids]
-        return len(ids) if ready.all() else int(ready.argmin())
+    def _note(self, under_way: dict[int, Transfer], transfer: Transfer) -> int:
+        """The number of a ticket for this transfer."""
+        if not len(transfer.own):
+            return NO_TICKET
+        self._last_ticket += 1
+        under_way[self._last_ticket] = transfer
+        return self._last_ticket
 
     def _under_way(self, client_id: str, *, stores: bool) -> dict[int, Transfer]:
         client = self.clients.find(client_id)
         if client is None:
             return {}
         return client.stores if stores else client.loads
-
-    def _set_aside(self, block_id: int) -> None:
-        """Never find a block again, and keep it from being handed out."""
-        if block_id not in self.corrupt:
-            self.corrupt[block_id] = self.manager.pin(np.array([block_id]))
-            self._totals["corrupt"] += 1
-        self.manager.forget([block_id])
 
     def _end(self, client: Client) -> None:
         self.clients.end(client)

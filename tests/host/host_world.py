@@ -228,9 +228,9 @@ class World:
     def outcomes(self, load) -> list[LoadOutcome]:
         """What a reader makes of what it copied; what it accepts must be right."""
         ticket, outcomes = load.ticket, []
-        for at, (block_id, content) in enumerate(
-            zip(ticket.host_ids.tolist(), load.copied, strict=True)
-        ):
+        ids = ticket.host_ids.tolist()
+        copied = load.copied or [self.memory.get(block_id) for block_id in ids]
+        for at, (block_id, content) in enumerate(zip(ids, copied, strict=True)):
             if self.generations[block_id] != ticket.generations[at]:
                 outcomes.append(LoadOutcome.STALE)
             elif self.with_checksums and checksum(content) != ticket.checksums[at]:
@@ -265,7 +265,7 @@ class World:
 
     def findable(self) -> set[int]:
         ids = np.arange(len(self.generations))
-        return set(ids[self.tier.manager.is_cached(ids) & self.tier.ready].tolist())
+        return set(ids[self.tier.manager.is_cached(ids) & self.tier.blocks.ready].tolist())
 
     def check(self):
         tier = self.tier

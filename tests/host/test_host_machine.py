@@ -37,8 +37,10 @@ class HostTiers(RuleBasedStateMachine):
         block_size=st.integers(1, 3),
         with_checksums=st.booleans(),
         eviction=st.sampled_from(["lru", "lru", "lrfu"]),
+        has_eager_zombies=st.booleans(),
     )
-    def begin(self, num_blocks, block_size, with_checksums, eviction):
+    def begin(self, num_blocks, block_size, with_checksums, eviction, has_eager_zombies):
+        self.has_eager_zombies = has_eager_zombies
         self.world = World(num_blocks, block_size, with_checksums=with_checksums, eviction=eviction)
         self.world.start()
         self.world.start()
@@ -167,6 +169,17 @@ class HostTiers(RuleBasedStateMachine):
         _, load, _ = self.loads()[index % len(self.loads())]
         self.world.copy(load)
 
+    @precondition(lambda self: self.with_lease() and self.world.findable())
+    @rule(index=picks, where=picks, copies=st.booleans())
+    def find_what_is_there(self, index, where, copies):
+        findable = sorted(self.world.findable())
+        process = self.with_lease()[index % len(self.with_lease())]
+        block_id = findable[where % len(findable)]
+        tokens, namespace = self.world.tier.manager._cache.content(block_id)
+        load = self.world.find(process, [*tokens.tolist(), 1], namespace=namespace)
+        if copies:
+            self.world.copy(load)
+
     @precondition(lambda self: any(load.copied for _, load, _ in self.loads()))
     @rule(index=picks)
     def loaded(self, index):
@@ -220,6 +233,11 @@ class HostTiers(RuleBasedStateMachine):
 
     @invariant()
     def all_holds(self):
+        if self.has_eager_zombies:  # those without a lease write whenever they can
+            for _, store in self.stores(stale=True):
+                self.world.scribble(store)
+        for _, load, _ in self.loads():  # those who copied before, and those who copy now
+            self.world.outcomes(load)
         self.world.check()
 
     def teardown(self):

@@ -282,10 +282,10 @@ def test_generations_must_fit(generations):
     "break_it",
     [
         lambda tier: tier.manager.allocate(1).share().detach(),
-        lambda tier: tier.ready.__setitem__(1, False),
-        lambda tier: tier.corrupt.setdefault(1, tier.manager.pin(np.array([1]))),
+        lambda tier: tier.blocks.ready.__setitem__(1, False),
+        lambda tier: tier.blocks.corrupt.setdefault(1, tier.manager.pin(np.array([1]))),
         lambda tier: next(iter(tier.clients)).stores.clear(),
-        lambda tier: tier._generations.__setitem__(1, 0),
+        lambda tier: tier.blocks.generations.__setitem__(1, 0),
     ],
 )
 def test_the_audit_notices(break_it):
