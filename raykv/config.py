@@ -112,6 +112,13 @@ class LinearStateConfig(FrozenModel):
     at_generation_end: bool = True
     at_branch: bool = True
 
+    @model_validator(mode="before")
+    @classmethod
+    def _off_needs_nothing(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("enable") is False:
+            return {"num_slots": 2, **values}
+        return values
+
 
 class ModelConfig(FrozenModel):
     """The language model that each rank serves with the built-in engine.

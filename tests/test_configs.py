@@ -229,8 +229,8 @@ def test_impossible_state_slots_are_refused(states, parts):
 
 
 def test_state_slots_can_be_switched_off():
-    off = {"enable": False, "num_slots": 2}
-    assert not PoolConfig(num_blocks=8, linear_state=off).has_linear_state
+    for off in ({"enable": False}, {"enable": False, "num_slots": 2}):
+        assert not PoolConfig(num_blocks=8, linear_state=off).has_linear_state
     assert PoolConfig(num_blocks=8, max_num_seqs=1, linear_state={"num_slots": 2}).has_linear_state
     assert not PoolConfig(num_blocks=8).has_linear_state
 
