@@ -281,7 +281,7 @@ class PrefixCache:
         while run is not None:
             following, at = None, 0
             if not namespace.multimodal:
-                following, at = run.branch(tokens, done, stop)
+                following, at = run.branch(tokens, done, stop, size)
             if following is None:
                 at = run.common_blocks(tokens, done, stop, size, namespace)
                 if run.children and done + at < stop:
