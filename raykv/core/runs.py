@@ -278,6 +278,16 @@ class Run:
             self._resize(length)
         return cut
 
+    def cut(self, length: int) -> Index:
+        """As ``shrink``, but below ``protected`` too; the ids of what is held stay where they are.
+
+        Handles may list them in this very array, so the run goes on in another one.
+        """
+        self.protected = min(self.protected, length)
+        gone = self.shrink(length)
+        self._resize(length)
+        return gone
+
     def _resize(self, capacity: int) -> None:
         ids = np.empty(capacity, np.int64)
         ids[: self.length] = self.ids[: self.length]
