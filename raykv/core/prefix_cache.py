@@ -209,8 +209,7 @@ class PrefixCache:
         for run, length in with_subtrees(keep):
             is_held = run.protected > 0
             self.num_evictable -= run.length - max(run.protected, length)
-            run.protected = min(run.protected, length)
-            gone.append(run.shrink(length))
+            gone.append(run.cut(length))
             touched.append(run)
             if length == 0:
                 assert run.parent is not None, "roots hold no blocks"
@@ -281,7 +280,7 @@ class PrefixCache:
         while run is not None:
             following, at = None, 0
             if not namespace.multimodal:
-                following, at = run.branch(tokens, done, stop)
+                following, at = run.branch(tokens, done, stop, size)
             if following is None:
                 at = run.common_blocks(tokens, done, stop, size, namespace)
                 if run.children and done + at < stop:

@@ -212,18 +212,20 @@ class Run:
                 count = first // size - start
         return count
 
-    def branch(self, tokens: memoryview, start: int, stop: int) -> tuple[Run | None, int]:
+    def branch(
+        self, tokens: memoryview, start: int, stop: int, size: int
+    ) -> tuple[Run | None, int]:
         """Where a prompt leaves the run for a child, found without looking for the difference.
 
         No child begins like the run itself goes on. So if the prompt is equal up to a child's
         offset and goes on like the child, that is where it leaves. Tried for few children only.
+        The arguments are those of ``common_blocks``.
 
         Returns:
             The child and the blocks before it; None and 0 if nothing was found out.
         """
         if len(self.children) > _MAX_TRIED or self.items:
             return None, 0
-        size = self.block_size
         begin = start * size
         for child in self.children.values():
             at, first, items = child.key
@@ -275,6 +277,16 @@ class Run:
         if length * 2 < len(self.ids):
             self._resize(length)
         return cut
+
+    def cut(self, length: int) -> Index:
+        """As ``shrink``, but below ``protected`` too; the ids of what is held stay where they are.
+
+        Handles may list them in this very array, so the run goes on in another one.
+        """
+        self.protected = min(self.protected, length)
+        gone = self.shrink(length)
+        self._resize(length)
+        return gone
 
     def _resize(self, capacity: int) -> None:
         ids = np.empty(capacity, np.int64)

@@ -115,6 +115,18 @@ def test_ancestors_of_a_held_block_can_be_evicted_once_it_is_forgotten(manager):
     tail.release()
 
 
+def test_a_handle_lists_what_it_did_when_others_come_in_place_of_what_was_forgotten(manager):
+    publish(manager, run_of(2, 1, 2, 3))
+    reader = manager.allocate_shared(run_of(2, 1, 2, 3))
+    before = reader.index.tolist()
+    manager.forget(reader.ids[1:])
+    publish(manager, run_of(2, 1, 2, 3))  # goes on where the run was cut
+    assert reader.index.tolist() == before
+    assert hit_ids(manager, run_of(2, 1, 2, 3))[1:] != before[1:]
+    manager.check_integrity()
+    reader.release()
+
+
 def test_ancestors_in_the_same_run_likewise(manager):
     publish(manager, run_of(2, 1, 2, 3))
     tail = hold_the_end(manager, 1, 2, 3)
