@@ -21,8 +21,6 @@ ROUTING_POLICIES = ("available_blocks", "free_blocks", "cache_aware")
 _LATER = {
     "manager_types": "composite managers",
     "xtensor": "xtensor managers",
-    "host": "the host tier",
-    "store": "a KV store",
 }
 
 
@@ -120,6 +118,72 @@ class LinearStateConfig(FrozenModel):
         return values
 
 
+class HostConfig(FrozenModel):
+    """Host memory behind the device's: KV that falls out of the one is kept in the other.
+
+    Attributes:
+        num_blocks: host blocks of each tier, the padding block 0 included.
+        num_state_slots: checkpoints of recurrent state that each tier keeps, the padding slot 0
+            included; by default as many as a rank has slots. Of no use without linear_state.
+        scope: ``node``: the ranks of a node share a tier; ``rank``: each has its own.
+        eviction: which host blocks go first; see PoolConfig.eviction.
+        checksum_rate: share of the loads whose checksums are compared, 0 to 1; with 0 none are
+            computed either.
+        timeout_s: seconds that a rank waits for its tier; then it computes, and goes on without.
+        lease_s: seconds that a rank may be silent until what it was writing is set aside.
+        populate: take all of the memory at the start, not as blocks are first written.
+        peers: whether blocks are also fetched from other nodes' tiers.
+        transport: how: ``tcp`` streams, or through Ray's ``object_store``.
+    """
+
+    num_blocks: int = Field(ge=2, lt=2**31)
+    num_state_slots: int | None = Field(None, ge=2, lt=2**31)
+    scope: Literal["node", "rank"] = "node"
+    eviction: str = "lru"
+    checksum_rate: float = Field(1.0, ge=0, le=1)
+    timeout_s: float = Field(1.0, gt=0)
+    lease_s: float = Field(10.0, gt=0)
+    populate: bool = False
+    peers: bool = True
+    transport: Literal["tcp", "object_store"] = "tcp"
+
+
+class StoreConfig(FrozenModel):
+    """A store behind the host tier, which keeps KV across restarts (the seed's kvcache_store).
+
+    Attributes:
+        type: ``disk`` or ``redis``.
+        path: the folder of a disk store; each tier makes one of its own in it.
+        url: of a Redis server.
+        max_bytes: what a disk store may hold.
+        ttl_s: seconds after which a Redis server forgets a block; None for never.
+        weights_id: names the very weights, so that restarted pools find their KV; None takes a
+            digest of the model's files.
+        timeout_s: seconds that one call to the store may take.
+        prefetch_timeout_s: seconds that a prompt waits for what the store has of it.
+        max_failures: calls that fail in a row until the store is left alone for a while.
+        cooldown_s: for how long.
+    """
+
+    type: Literal["disk", "redis"]
+    path: str | None = None
+    url: str | None = None
+    max_bytes: int = Field(10 * 2**30, ge=1)
+    ttl_s: float | None = Field(None, gt=0)
+    weights_id: str | None = Field(None, min_length=1)
+    timeout_s: float = Field(2.0, gt=0)
+    prefetch_timeout_s: float = Field(1.0, ge=0)
+    max_failures: int = Field(3, ge=1)
+    cooldown_s: float = Field(10.0, ge=0)
+
+    @model_validator(mode="after")
+    def _has_place(self) -> Self:
+        key = "path" if self.type == "disk" else "url"
+        if getattr(self, key) is None:
+            raise ValueError(f"type is {self.type!r}, which needs {key}")
+        return self
+
+
 class ModelConfig(FrozenModel):
     """The language model that each rank serves with the built-in engine.
 
@@ -202,6 +266,8 @@ class PoolConfig(FrozenModel):
         disagg_pd: True makes every manager thread-safe (ConcurrentBlockManagerImpl).
         linear_state: state slots and checkpoints for hybrid models; None for models whose layers
             all keep K and V.
+        host: memory of the nodes behind the devices'; None for none.
+        store: what keeps KV across restarts, behind ``host``; None for none.
         routing: how a rank is chosen.
         memory: the KV buffers; None keeps books only.
         model: the model to serve; None for a scheduler of your own.
@@ -224,8 +290,8 @@ class PoolConfig(FrozenModel):
     linear_state: LinearStateConfig | None = None
     manager_types: Any = None
     xtensor: Any = None
-    host: Any = None
-    store: Any = None
+    host: HostConfig | None = None
+    store: StoreConfig | None = None
     routing: RoutingConfig = RoutingConfig()
     memory: MemoryConfig | None = None
     model: ModelConfig | None = None
@@ -267,6 +333,7 @@ class PoolConfig(FrozenModel):
                 f"{self.max_num_seqs}, but row 0 is padding: {self.max_num_seqs + 1} are needed"
             )
         self._check_linear_state()
+        self._check_host()
         if self.memory is not None and self.model is None and not self.memory.has_shape:
             raise ValueError(
                 "memory: num_layers, num_kv_heads and head_dim are needed when no model is given; "
@@ -303,6 +370,30 @@ class PoolConfig(FrozenModel):
                 f"linear_state.num_slots is {states.num_slots} for max_num_seqs "
                 f"{self.max_num_seqs}, but slot 0 is padding and each running sequence takes one: "
                 f"give at least {self.max_num_seqs + 1}, and one more for each checkpoint"
+            )
+
+    def _check_host(self) -> None:
+        if self.store is not None and self.host is None:
+            raise ValueError(
+                "store is given, but host is not: blocks reach a store through host memory, so "
+                "give host.num_blocks too"
+            )
+        if self.host is None:
+            return
+        if not self.enable_prefix_cache:
+            raise ValueError(
+                "host is given, but enable_prefix_cache is False, so nothing could be found there: "
+                "leave one of them out"
+            )
+        if self.memory is None:
+            raise ValueError(
+                "host is given, but neither memory nor model is, so there is nothing to copy: give "
+                "one, or leave host out"
+            )
+        if self.host.eviction not in EVICTION_POLICIES and ":" not in self.host.eviction:
+            known = ", ".join(map(repr, EVICTION_POLICIES))
+            raise ValueError(
+                f"host.eviction: must be {known} or module:Class, got {self.host.eviction!r}"
             )
 
     @property

@@ -16,7 +16,8 @@ from raykv.rank_states import RankStates
 
 def make_block_manager(config: PoolConfig) -> BlockManagerImpl:
     """Choose the manager as the seed's section 5.1 does."""
-    kind = ConcurrentBlockManagerImpl if config.disagg_pd else BlockManagerImpl
+    is_shared = config.disagg_pd or config.store is not None
+    kind = ConcurrentBlockManagerImpl if is_shared else BlockManagerImpl
     return kind(
         config.num_blocks,
         config.block_size,
