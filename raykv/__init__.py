@@ -28,8 +28,10 @@ _HOMES = {
     "raykv.core.explain": ("MissReport",),
     "raykv.core.retention": ("Retention",),
     "raykv.engine.params": ("SamplingParams", "TokenDelta", "TokenOutput"),
+    "raykv.hierarchy": ("HierarchyBlockManagerPool",),
     "raykv.pool": ("BlockManagerPool",),
     "raykv.rank": ("RankKV",),
+    "raykv.transfer_report": ("TransferReport",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -22,7 +22,8 @@ _THREADED = (
     "get_state_transfer_infos", "get_swap_block_transfer_infos", "kv_cache_utilization",
     "num_available_blocks", "num_blocks_in_prefix_cache", "num_free_blocks", "num_used_blocks",
     "reset_prefix_cache", "retire", "select_rank", "sleep", "stats", "update_weights", "wake_up",
-    "weights_version",
+    "weights_version", "num_free_host_blocks", "num_blocks_in_host_prefix_cache", "host_stats",
+    "transfer_blocks", "prefetch_from_storage", "update_prefetch_result",
 )  # fmt: skip
 
 

@@ -106,6 +106,12 @@ class HostClients:
         client.expires_s = now_s + self.lease_s
         return True
 
+    def of_process(self, pid: int) -> list[str]:
+        """Names of the clients of a process, and of those that left something under way."""
+        known = {client_id: one.pid for client_id, one in self._open.items()}
+        known |= {client_id: one.pid for client_id, one in self.remains.items()}
+        return [client_id for client_id, its_pid in known.items() if its_pid == pid]
+
     def end(self, client: Client) -> None:
         """Know the client no more."""
         del self._open[client.client_id]

@@ -18,6 +18,8 @@ from raykv.errors import NotSupportedError, RankUnavailableError
 from raykv.rank import RankKV
 from raykv.rank_handle import Done, Failed, RankHandle, Reply
 from raykv.rank_service import undo
+from raykv.tier_handle import TierHandle
+from raykv.transfer_report import TransferReport
 
 T = TypeVar("T")
 
@@ -103,6 +105,24 @@ class LocalRank(RankHandle):
         """See RankHandle."""
         return self._do(self.kv.ack_state_transfers)
 
+    def connect_tier(self, tier: TierHandle) -> Reply[None]:
+        """See RankHandle."""
+        worker = self.worker
+        if worker is None:
+            return self._do(lambda: self.kv.connect_tier(tier))
+        engine, wake = worker.engine, worker.wake
+        return self._do(
+            lambda: self.kv.connect_tier(tier, wake=wake, prefill_rate=lambda: engine.tokens_per_s)
+        )
+
+    def transfer(self) -> Reply[TransferReport]:
+        """See RankHandle."""
+        return self._do(lambda: self.kv.transfer(""))
+
+    def begin_epoch(self, epoch: int) -> Reply[None]:
+        """See RankHandle."""
+        return self._do(lambda: self.kv.begin_epoch(epoch))
+
     def reset_prefix_cache(self) -> Reply[int]:
         """See RankHandle."""
         return self._do(lambda: self.kv.reset_prefix_cache()[0])
@@ -165,6 +185,8 @@ class LocalRank(RankHandle):
         self._closed = True
         if self.worker is not None:
             self.worker.close()
+        with self._lock:
+            self.kv.close_tier()
 
     def _do(self, function: Callable[[], T]) -> Reply[T]:
         if self._closed:

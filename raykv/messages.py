@@ -29,6 +29,7 @@ from raykv.engine.params import EngineLimits, TokenDelta
 Operation: TypeAlias = Literal[
     "allocate", "allocate_shared", "cache", "release", "undo", "fork", "explain", "take_swaps",
     "ack_swaps", "take_state_copies", "ack_state_copies", "reset_prefix_cache", "check_integrity",
+    "transfer", "begin_epoch",
     "refresh", "submit", "abort", "leave",
     "prepare_weights", "apply_weights", "cancel_weights", "weights_status", "retire",
     "sleep", "wake_up",
@@ -91,6 +92,8 @@ class SequenceStates(Packed):
         num_computed_tokens: leading tokens whose KV is computed.
         state_slots: their live slots of recurrent state; empty where sequences have none.
         checkpoint_stops: see KVCacheState; empty likewise.
+        host_tokens: of those that are loading, where that ends or -1 if that is not known yet, 0 of
+            the others; None where there is no host tier.
     """
 
     single_block_ids: list[int]
@@ -101,6 +104,7 @@ class SequenceStates(Packed):
     num_computed_tokens: list[int]
     state_slots: list[int]
     checkpoint_stops: list[tuple[int, ...]]
+    host_tokens: list[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +164,7 @@ class RankInfo:
         pid: its process.
         node: the host that it runs on.
         device: where its KV buffers lie; None if it keeps books only.
+        block_bytes: bytes of a block; 0 likewise.
         limits: what its engine serves; None without an engine.
         stats: its counters.
     """
@@ -170,6 +175,7 @@ class RankInfo:
     pid: int
     node: str
     device: str | None
+    block_bytes: int
     limits: EngineLimits | None
     stats: RankStats
 

@@ -47,6 +47,10 @@ class Mirror:
         del self._gone[id(sequence)]
         return True
 
+    def loading(self) -> list[Sequence]:
+        """Those that wait for KV from the host."""
+        return [sequence for sequence, _ in self._held.values() if sequence.is_loading]
+
     def updates(self, sequences: SequenceOf[Sequence]) -> SequenceUpdates:
         """What the rank has to know of sequences.
 
@@ -119,6 +123,20 @@ class Mirror:
             if slot and self._holds(sequence):
                 sequence.linear_state_slot = slot
                 sequence.kv_state.checkpoint_stops = stops
+
+        for sequence, host_tokens, num_computed in zip(
+            sequences, states.host_tokens or (), states.num_computed_tokens, strict=False
+        ):
+            if self._holds(sequence):
+                self._note_load(sequence, host_tokens, num_computed)
+
+    def _note_load(self, sequence: Sequence, host_tokens: int, num_computed: int) -> None:
+        if sequence.is_loading and not host_tokens:  # it is over: what it brought is computed
+            sequence.kv_state.num_computed_tokens = num_computed
+        sequence.is_loading = bool(host_tokens)
+        sequence.host_kv_state = KVCacheState(
+            self._block_size, num_computed_tokens=max(0, host_tokens)
+        )
 
     def _admit(self, sequence: Sequence, num_computed: int) -> None:
         sequence.counted = True

@@ -22,7 +22,7 @@ from raykv.core.kv_cache_manager import (
 from raykv.core.sequence import Sequence, next_checkpoint
 from raykv.engine.build import build_rank
 from raykv.engine.worker import RankWorker
-from raykv.errors import RankUnavailableError, RequestError
+from raykv.errors import ConfigError, RankUnavailableError, RequestError
 from raykv.generating import GeneratingRanks
 from raykv.generation import Generations
 from raykv.list_allocation import Groups, allocate_over_ranks
@@ -50,6 +50,8 @@ class BlockManagerPool(GeneratingRanks, VersionedRanks, KVCacheManager):
         generations: requests of this driver that are under way.
     """
 
+    _has_tiers = False
+
     def __init__(self, config: PoolConfig, ranks: list[RankHandle]) -> None:
         self.config = config
         self.ranks = ranks
@@ -68,6 +70,11 @@ class BlockManagerPool(GeneratingRanks, VersionedRanks, KVCacheManager):
             ConfigError: the model, the memory or the routing policy cannot be had.
         """
         config = PoolConfig.of(config).with_seed()
+        if config.host is not None and not cls._has_tiers:
+            raise ConfigError(
+                "host is configured, but BlockManagerPool has no host tier: use "
+                "HierarchyBlockManagerPool.local, or leave host out"
+            )
         make_policy(config.routing.policy)  # a wrong one is told before anything is started
         ranks: list[RankHandle] = []
         for dp_rank in range(config.dp_size):

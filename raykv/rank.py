@@ -23,11 +23,12 @@ from raykv.memory.state_spec import StateSpec
 from raykv.rank_build import make_block_manager, make_buffers, make_states, make_tables
 from raykv.rank_counters import RankCounters
 from raykv.rank_sleep import RankSleep
+from raykv.rank_tiering import RankTiering
 from raykv.rank_transfers import RankTransfers
 from raykv.resume_points import ANYWHERE, Resume, resumable
 
 
-class RankKV(RankCounters, RankTransfers):
+class RankKV(RankCounters, RankTiering, RankTransfers):
     """The authority on one rank's blocks. One thread owns it; it never blocks.
 
     A running sequence's uses are kept as a row of the block table, not as a handle, so that a
@@ -91,6 +92,13 @@ class RankKV(RankCounters, RankTransfers):
 
     def allocate_all(self, members: list[Sequence], targets: list[int]) -> bool:
         """Allocate for distinct sequences; ``targets[i]`` is what ``members[i]`` must hold."""
+        if self._allocate_all(members, targets):
+            return True
+        # Offloads pin their sources: those that have not started make room.
+        is_freed = self.tier is not None and self.tier.cancel_unstarted_offloads()
+        return bool(is_freed) and self._allocate_all(members, targets)
+
+    def _allocate_all(self, members: list[Sequence], targets: list[int]) -> bool:
         if self._sleep.is_asleep:
             self._sleep.refuse()
         new, running, wanted = [], [], []
@@ -136,19 +144,19 @@ class RankKV(RankCounters, RankTransfers):
 
     def explain(self, sequence: Sequence) -> MissReport:
         """See KVCacheManager."""
-        if self._rows.find(sequence) is None:
+        row = self._rows.find(sequence)
+        if row is None:
             raise RequestError(f"{sequence!r} holds no blocks: explain it while it is allocated")
-        if self.states is not None:
-            report = self.states.explain(sequence)
-            if report is not None:
-                return report
-        state = sequence.kv_state
-        return self.block_manager.explain(
-            sequence.token_ids[: state.num_admitted_tokens],
-            state.num_shared_blocks,
-            namespace=sequence.namespace,
-            others=self._rows.admitted_before(sequence),
-        )
+        report = None if self.states is None else self.states.explain(sequence)
+        if report is None:
+            state = sequence.kv_state
+            report = self.block_manager.explain(
+                sequence.token_ids[: state.num_admitted_tokens],
+                state.num_shared_blocks,
+                namespace=sequence.namespace,
+                others=self._rows.admitted_before(sequence),
+            )
+        return report if self.tier is None else self.host_report(report, sequence, row)
 
     def allocate_shared(self, sequence: Sequence) -> None:
         """See KVCacheManager; a sequence that holds blocks already keeps just those."""
@@ -238,6 +246,7 @@ class RankKV(RankCounters, RankTransfers):
         state.block_ids = self.tables.ids(row)
         state.num_shared_blocks = min(state.num_shared_blocks, num_blocks)
         state.num_computed_tokens = min(state.num_computed_tokens, num_blocks * self.block_size)
+        state.num_loaded_tokens = min(state.num_loaded_tokens, num_blocks * self.block_size)
 
     # -- weights versions and sleep -------------------------------------------------------------
 
@@ -265,6 +274,8 @@ class RankKV(RankCounters, RankTransfers):
 
     def sleep(self) -> None:
         """Forget all cached prefixes and give the K/V memory back; see RankSleep."""
+        if self.tier is not None:
+            self.tier.quiesce()
         self._sleep.sleep()
 
     def wake_up(self) -> None:
@@ -327,6 +338,8 @@ class RankKV(RankCounters, RankTransfers):
             self.states.admit(new, resumes)
         if growth.num_blocks:
             self._growth.apply(growth, admitted[-1].block_ids)
+        if new:
+            self._tell_tier(new)
         return True
 
     def _attach(self, sequence: Sequence, row: int, ids: Index, num_shared: int) -> None:
@@ -344,8 +357,10 @@ class RankKV(RankCounters, RankTransfers):
     def _release(self, sequence: Sequence, *, publish: bool) -> None:
         row = self._rows.find(sequence)
         if row is not None:
+            is_sound = publish and row not in self._rows.stale
             if self.states is not None:
-                self.states.release(sequence, publish=publish and row not in self._rows.stale)
+                self.states.release(sequence, publish=is_sound)
+            self._leave_tier(sequence, row, offloads=is_sound)
             self.block_manager.adopt(self.tables.truncate(row, 0)).release()
             self._rows.detach(row)
             if self._rows.is_empty:

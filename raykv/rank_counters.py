@@ -9,6 +9,7 @@ from raykv.core.kv_cache_manager import KVCacheManager, PoolStats, RankStats, Ro
 from raykv.core.single import SingleBlockManager
 from raykv.memory.state_buffers import StateBuffers
 from raykv.rank_states import RankStates
+from raykv.rank_tier import RankTier
 
 
 class RankCounters(KVCacheManager):
@@ -23,6 +24,8 @@ class RankCounters(KVCacheManager):
     block_manager: BlockManagerImpl
     single_block_manager: SingleBlockManager
     states: RankStates | None
+    tier: RankTier | None
+    _num_host_hit: int
     _num_admissions: int = 0
     _num_queried: int = 0
     _num_hit: int = 0
@@ -74,7 +77,11 @@ class RankCounters(KVCacheManager):
             prefix_cache_hits_total=self._num_hit,
             num_evicted_blocks_total=manager.num_evicted_blocks,
         )
-        return stats if states is None else replace(stats, **states.counters())
+        if states is not None:
+            stats = replace(stats, **states.counters())
+        if self.tier is not None:
+            stats = replace(stats, host_hits_total=self._num_host_hit, **self.tier.counters())
+        return stats
 
     def stats(self) -> PoolStats:
         """See KVCacheManager."""

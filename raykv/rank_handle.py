@@ -13,6 +13,8 @@ from raykv.core.kv_cache_manager import RankStats, Room
 from raykv.core.sequence import Sequence
 from raykv.engine.params import EngineLimits, GenerationRequest, TokenDelta
 from raykv.engine.weights import SleepTag, UpdateMode, Weights, WeightsStatus
+from raykv.tier_handle import TierHandle
+from raykv.transfer_report import TransferReport
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -130,6 +132,18 @@ class RankHandle(ABC):
     @abstractmethod
     def ack_state_copies(self) -> Reply[None]:
         """See KVCacheManager.ack_state_transfers."""
+
+    @abstractmethod
+    def connect_tier(self, tier: TierHandle) -> Reply[None]:
+        """Let the rank use a host tier."""
+
+    @abstractmethod
+    def transfer(self) -> Reply[TransferReport]:
+        """Start what is queued to and from the host; see RankKV.transfer."""
+
+    @abstractmethod
+    def begin_epoch(self, epoch: int) -> Reply[None]:
+        """See RankKV.begin_epoch."""
 
     @abstractmethod
     def reset_prefix_cache(self) -> Reply[int]:

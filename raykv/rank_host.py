@@ -16,6 +16,7 @@ from raykv.errors import NotSupportedError, RankUnavailableError
 from raykv.leases import session_name
 from raykv.messages import Answer, Call, Health, Outputs, RankInfo
 from raykv.rank_service import RankService
+from raykv.tier_handle import TierHandle
 
 T = TypeVar("T")
 
@@ -65,6 +66,7 @@ class RankHost:
             pid=os.getpid(),
             node=socket.gethostname(),
             device=None if buffers is None else buffers.device,
+            block_bytes=0 if buffers is None else buffers.spec.block_bytes,
             limits=None if worker is None else worker.engine.limits,
             stats=self._stats if worker is None else worker.stats,
         )
@@ -114,6 +116,18 @@ class RankHost:
         first, deltas = self._worker.poll(session_name(driver_id, session), wait_s, seen)
         return Outputs(first, deltas, self._worker.stats)
 
+    def connect_tier(self, handle: TierHandle) -> None:
+        """Use this host tier from now on; see RankKV.connect_tier."""
+        worker = self._worker
+        if worker is None:
+            self._owned(lambda: self._kv.connect_tier(handle))
+        else:
+            self._owned(
+                lambda: self._kv.connect_tier(
+                    handle, wake=worker.wake, prefill_rate=lambda: worker.engine.tokens_per_s
+                )
+            )
+
     def expire(self) -> int:
         """Take back what silent drivers hold; how many drivers that were."""
         return self._owned(self._service.expire)
@@ -136,6 +150,7 @@ class RankHost:
         self._closed.set()
         if self._worker is not None:
             self._worker.close()
+        self._kv.close_tier()
 
     def _watch(self, end_process: Callable[[str], object]) -> None:
         limit_s = self.config.ray.stuck_timeout_s

@@ -44,7 +44,7 @@ class RankSequences:
                     sequence = self._make(updates, index, tokens)
                 else:
                     _extend(sequence, updates.num_known_tokens[index], tokens)
-                    sequence.kv_state.num_computed_tokens = updates.num_computed_tokens[index]
+                    _note(sequence, updates.num_computed_tokens[index])
                 sequences.append(sequence)
         except RequestError:
             self.drop_empty(sequences)
@@ -59,7 +59,7 @@ class RankSequences:
             sequence, known = self.by_id.get(seq_id), updates.num_known_tokens[index]
             if sequence is not None and known:
                 _extend(sequence, known, updates.token_ids[start:stop])
-                sequence.kv_state.num_computed_tokens = updates.num_computed_tokens[index]
+                _note(sequence, updates.num_computed_tokens[index])
 
     def drop_empty(self, sequences: SequenceOf[Sequence]) -> None:
         """Forget those that hold nothing."""
@@ -73,7 +73,12 @@ class RankSequences:
         return [_NO_IDS if one is None else one.kv_state.block_ids for one in found]
 
     def states(
-        self, updates: SequenceUpdates, before: list[BlockIds], block_size: int
+        self,
+        updates: SequenceUpdates,
+        before: list[BlockIds],
+        block_size: int,
+        *,
+        has_tier: bool = False,
     ) -> SequenceStates:
         """What the driver does not know of them after a call."""
         rows, num_blocks, num_shared, num_computed = [], [], [], []
@@ -109,6 +114,7 @@ class RankSequences:
             num_computed_tokens=num_computed,
             state_slots=slots,
             checkpoint_stops=stops,
+            host_tokens=[_host_tokens(one) for one in found] if has_tier else None,
         )
 
     def _make(self, updates: SequenceUpdates, index: int, tokens: BlockIds) -> Sequence:
@@ -123,6 +129,18 @@ class RankSequences:
         sequence.driver_id = self._driver_id
         self.by_id[seq_id] = sequence
         return sequence
+
+
+def _note(sequence: Sequence, num_computed: int) -> None:
+    """Take over how much its driver has computed, who may not know what a load has brought."""
+    state = sequence.kv_state
+    state.num_computed_tokens = max(num_computed, state.num_loaded_tokens)
+
+
+def _host_tokens(sequence: Sequence | None) -> int:
+    if sequence is None or not sequence.is_loading:
+        return 0
+    return sequence.host_kv_state.num_computed_tokens or -1
 
 
 def _extend(sequence: Sequence, num_known: int, tokens: BlockIds) -> None:

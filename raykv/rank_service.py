@@ -118,7 +118,9 @@ class RankService:
             error=error,
             states=None
             if updates is None
-            else lease.sequences.states(updates, before, self.kv.block_size),
+            else lease.sequences.states(
+                updates, before, self.kv.block_size, has_tier=self.kv.tier is not None
+            ),
             stats=self.kv.rank_stats(),
         )
 
@@ -130,6 +132,8 @@ class RankService:
                 self.check_integrity()
             case "reset_prefix_cache":
                 return self.kv.reset_prefix_cache()[0]
+            case "begin_epoch":
+                self.kv.begin_epoch(call.argument)
             case "take_swaps" | "ack_swaps" | "take_state_copies" | "ack_state_copies":
                 return self._run_copies(call)
             case "submit":
@@ -154,6 +158,8 @@ class RankService:
         sequences = [] if call.updates is None else lease.sequences.update(call.updates)
         try:
             match call.operation:
+                case "transfer":
+                    return self.kv.transfer(call.driver_id)
                 case "allocate":
                     return self.kv.allocate(sequences, call.argument)
                 case "allocate_shared":

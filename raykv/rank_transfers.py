@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+
 from raykv.core.copy_on_write import CopyOnWrite
 from raykv.core.kv_cache_manager import KVCacheManager
 from raykv.rank_states import RankStates
@@ -16,6 +18,10 @@ class RankTransfers(KVCacheManager):
 
     states: RankStates | None
     _copies: CopyOnWrite
+
+    @abstractmethod
+    def forget_ended(self, driver_id: str) -> None:
+        """How this driver's loads ended will not be asked for."""
 
     def get_swap_block_transfer_infos(self) -> list[list[tuple[int, int]]]:
         """See KVCacheManager."""
@@ -54,5 +60,6 @@ class RankTransfers(KVCacheManager):
     def forget_driver(self, driver_id: str) -> None:
         """Nobody will copy for this driver's sequences any more, which are gone."""
         self._copies.forget(driver_id)
+        self.forget_ended(driver_id)
         if self.states is not None:
             self.states.forget_driver(driver_id)

@@ -69,6 +69,10 @@ class RemoteCalls(RankHandle):
         """See RankHandle."""
         return self._call("ack_state_copies")
 
+    def begin_epoch(self, epoch: int) -> Reply[None]:
+        """See RankHandle."""
+        return self._call("begin_epoch", argument=epoch)
+
     def check_integrity(self) -> Reply[None]:
         """See RankHandle."""
         return self._call("check_integrity")

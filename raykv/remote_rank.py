@@ -21,6 +21,7 @@ from raykv.messages import Answer, Call, Health, Operation, Outputs, RankInfo
 from raykv.mirror import Mirror
 from raykv.rank_handle import Failed, Reply
 from raykv.remote_calls import RemoteCalls
+from raykv.transfer_report import TransferReport
 
 _RESEND_S = 0.01
 _POLL_AGAIN_S = 0.05
@@ -178,6 +179,12 @@ class RemoteRank(RemoteCalls):
             self._num_resets += 1
             number = self._num_resets
         return self._call("reset_prefix_cache", argument=number)
+
+    def transfer(self) -> Reply[TransferReport]:
+        """See RankHandle."""
+        with self._lock:
+            loading = self._mirror.loading()
+        return self._call("transfer", loading)
 
     def apply_weights(self, version: int) -> Reply[None]:
         """See RankHandle."""

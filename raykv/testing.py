@@ -13,11 +13,14 @@ from typing import Protocol, TypeVar
 
 from raykv.config import PoolConfig
 from raykv.errors import RankUnavailableError, RaykvError
+from raykv.hierarchy import HierarchyBlockManagerPool
 from raykv.messages import Answer, Call, Health, Outputs, RankInfo
 from raykv.pool import BlockManagerPool
 from raykv.rank_handle import Done, Failed, RankHandle, Reply
 from raykv.rank_host import RankHost
 from raykv.remote_rank import RemoteRank, ReplyLostError
+from raykv.tier_handle import LocalTier, TierHandle
+from raykv.tier_host import TierHost
 
 T = TypeVar("T")
 
@@ -40,6 +43,10 @@ class Host(Protocol):
         ...
 
     def poll(self, driver_id: str, session: int, seen: int, wait_s: float) -> Outputs:
+        """See RankHost."""
+        ...
+
+    def connect_tier(self, handle: TierHandle) -> None:
         """See RankHost."""
         ...
 
@@ -113,6 +120,10 @@ class MortalHost:
         self._there()  # an answer of one that died meanwhile does not arrive
         return outputs
 
+    def connect_tier(self, handle: TierHandle) -> None:
+        """See RankHost."""
+        self._there().connect_tier(handle)
+
     def close(self) -> None:
         """See RankHost."""
         self.host.close()
@@ -159,6 +170,13 @@ class LoopbackRank(RemoteRank):
             if self._welcomer is not None:
                 self._welcomer.join()
 
+    def connect_tier(self, tier: TierHandle) -> Reply[None]:
+        """See RankHandle."""
+        try:
+            return Done(self._open_host().connect_tier(tier))
+        except Exception as error:  # noqa: BLE001 - it belongs to whoever asks for the result
+            return Failed(error)
+
     def close(self) -> None:
         """See RankHandle."""
         self._is_closed = True
@@ -182,7 +200,12 @@ def loopback_pool(config: PoolConfig) -> BlockManagerPool:
 def loopback_driver(hosts: Sequence[Host], driver_id: str = "driver") -> BlockManagerPool:
     """One of several drivers of the same ranks; closing it ends them."""
     ranks: list[RankHandle] = [LoopbackRank(host, driver_id) for host in hosts]
-    return BlockManagerPool(hosts[0].config, ranks)
+    config = hosts[0].config
+    if config.host is None:
+        return BlockManagerPool(config, ranks)
+    pool = HierarchyBlockManagerPool(config, ranks)
+    pool.use_tiers([LocalTier(TierHost(config))], [0] * len(ranks))
+    return pool
 
 
 @dataclass

@@ -31,6 +31,8 @@ class TokenRow(Protocol):
 MissReason: TypeAlias = Literal[
     "complete", "last_token_kept", "not_computed_yet", "evicted", "diverged", "other_namespace",
     "never_seen", "cache_off", "no_checkpoint", "no_state_slot", "stride",
+    "host_unavailable", "host_stale", "host_corrupt", "host_failed", "host_cancelled",
+    "host_load_late",
 ]  # fmt: skip
 
 _NUM_SHOWN = 8  # tokens on each side of a divergence
@@ -49,7 +51,10 @@ class MissReport:
             ``never_seen``; ``cache_off``. Of models with recurrent state, where KV is cached up to
             ``token_position``: ``no_checkpoint``: no checkpoint stands there; ``no_state_slot``:
             no slot was to be had; ``stride``: the policy may not use what stands there, or
-            checkpoints are further apart.
+            checkpoints are further apart. Of the host tier, from whose blocks on the prompt was
+            computed: ``host_unavailable``: it did not answer in time; ``host_corrupt``: a checksum
+            did not fit; ``host_stale``: the block was given to somebody else meanwhile;
+            ``host_failed``, ``host_cancelled``, ``host_load_late``: its copy did so.
         num_hit_tokens: tokens that were hit.
         token_position: the first token at which prompt and cache differ, in tokens or images; for
             the other reasons the first token that was not hit, or whose KV is not cached.
@@ -57,6 +62,7 @@ class MissReport:
         prompt_tokens: what the prompt has from there on.
         namespace: for ``other_namespace``, whose it is.
         seq_id: for ``not_computed_yet``, who is about to compute it.
+        num_host_tokens: of the tokens that were hit, those that came from the host.
     """
 
     reason: MissReason
@@ -66,12 +72,14 @@ class MissReport:
     prompt_tokens: tuple[int, ...] = ()
     namespace: Namespace | None = None
     seq_id: Hashable = None
+    num_host_tokens: int = 0
 
     def __str__(self) -> str:
         text = _TEXTS[self.reason]
         if self.reason == "diverged" and self.cached_tokens[:1] == self.prompt_tokens[:1]:
             text = "at token {at} the same tokens stand for another image"
-        return f"hit {self.num_hit_tokens} tokens: " + text.format(
+        host = f" ({self.num_host_tokens} from the host)" if self.num_host_tokens else ""
+        return f"hit {self.num_hit_tokens} tokens{host}: " + text.format(
             at=self.token_position,
             cached=list(self.cached_tokens),
             prompt=list(self.prompt_tokens),
@@ -94,6 +102,12 @@ _TEXTS: dict[MissReason, str] = {
     "linear_state.num_slots says how many there are",
     "stride": "KV is cached up to token {at}, but no checkpoint behind the hit may be used yet: "
     "they are linear_state.stride_tokens apart, and linear_state.match says which",
+    "host_unavailable": "the host tier did not answer in time, so the rest was computed",
+    "host_stale": "the host block at token {at} was given to others while it was read",
+    "host_corrupt": "the checksum of the host block at token {at} did not fit",
+    "host_failed": "the copy of the host block at token {at} failed",
+    "host_cancelled": "the copy from the host was called off",
+    "host_load_late": "the copy from the host took too long",
 }
 
 

@@ -64,6 +64,13 @@ class RankStats(Packed):
         state_checkpoints_total: checkpoints that were taken.
         state_skipped_total: checkpoints that found no slot.
         state_bytes: bytes of all checkpoints as they are kept now.
+        host_hits_total: tokens that came from the host instead of being computed.
+        num_loaded_blocks_total: blocks that were copied from the host.
+        num_offloaded_blocks_total: blocks that were copied to the host.
+        num_loading_sequences: sequences that wait for the host.
+        num_offloading_blocks: blocks that are pinned until they are on the host.
+        num_tier_faults_total: blocks whose copy failed, was late, stale or corrupt, and losses of
+            the tier.
     """
 
     num_total_blocks: int = 0
@@ -83,6 +90,12 @@ class RankStats(Packed):
     state_checkpoints_total: int = 0
     state_skipped_total: int = 0
     state_bytes: int = 0
+    host_hits_total: int = 0
+    num_loaded_blocks_total: int = 0
+    num_offloaded_blocks_total: int = 0
+    num_loading_sequences: int = 0
+    num_offloading_blocks: int = 0
+    num_tier_faults_total: int = 0
 
     @property
     def num_available_blocks(self) -> int:
@@ -187,6 +200,10 @@ class KVCacheManager(ABC):
         none is due any more.
         """
         return None
+
+    def is_loading(self, sequence: Sequence) -> bool:  # noqa: ARG002
+        """Whether KV of the sequence is on its way from the host: it must not compute yet."""
+        return False
 
     @abstractmethod
     def get_state_transfer_infos(self) -> list[list[tuple[int, int]]]:

@@ -46,6 +46,7 @@ class KVCacheState:
         admission: counts the rank's admissions.
         checkpoint_stops: ascending token positions of the prompt at which a checkpoint of the
             recurrent state is due, beside those of the stride; see LinearStateConfig.
+        num_loaded_tokens: leading tokens whose KV a load from the host has completed; 0 without one.
         composite_block_ids: per sub-manager int32 [n], -1 where a window slid out.
     """
 
@@ -56,6 +57,7 @@ class KVCacheState:
     num_admitted_tokens: int = 0
     admission: int = 0
     checkpoint_stops: tuple[int, ...] = ()
+    num_loaded_tokens: int = 0
     composite_block_ids: list[BlockIds] = field(default_factory=list)
 
     @property
@@ -95,12 +97,15 @@ class Sequence:
         single_block_id: its row in the rank's block table, 1..num_single_blocks-1.
         linear_state_slot: its live slot of recurrent state.
         kv_state: its blocks on the device.
-        host_kv_state: its blocks on the host.
+        host_kv_state: while KV of it is on its way from the host, ``num_computed_tokens`` is where
+            that ends, as far as it is known.
+        is_loading: whether KV of it is on its way from the host: it must not compute meanwhile.
         num_prompt_tokens: tokens it was made with.
     """
 
     __slots__ = (
-        "_buffer", "_num_tokens", "counted", "dp_rank", "driver_id", "host_kv_state", "kv_state",
+        "_buffer", "_num_tokens", "counted", "dp_rank", "driver_id", "host_kv_state", "is_loading",
+        "kv_state",
         "linear_state_slot", "max_new_tokens", "namespace", "num_prompt_tokens", "owner",
         "retention", "seq_id", "single_block_id",
     )  # fmt: skip
@@ -138,6 +143,7 @@ class Sequence:
         self.owner: SequenceOwner | None = None
         self.kv_state = KVCacheState()
         self.host_kv_state = KVCacheState()
+        self.is_loading = False
 
     @property
     def num_tokens(self) -> int:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from raykv.core.sequence import Sequence
 from raykv.errors import IntegrityError, RaykvError, RequestError
 from raykv.rank import RankKV
+from raykv.rank_tiering import ENGINE
 
 from .batch import ModelRunner, StepBatch
 from .lifecycle import Lifecycle
@@ -23,8 +24,6 @@ from .params import EngineLimits, GenerationRequest, SamplingParams, StopReason,
 from .sampler import log_probs, sample, top
 from .scheduler import Scheduler, Task
 from .step_copies import StepCopies
-
-_OWNER = "engine"  # whose sequences owe copies; drivers have other names
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +63,8 @@ class Engine:
         clock: seconds, for the timings that outputs report; decisions never look at it.
 
     Attributes:
+        is_waiting: whether the last step computed nothing: what is to be done waits for memory, or
+            for the host tier.
         scheduler: who computes when.
         lifecycle: its weights versions and sleep.
     """
@@ -80,6 +81,7 @@ class Engine:
     ) -> None:
         self.model = model
         self.kv = rank_kv
+        self.is_waiting = True
         self.limits = EngineLimits(
             vocab_size=model.vocab_size,
             max_model_len=min(model.max_model_len, rank_kv.config.max_tokens_per_sequence),
@@ -94,7 +96,7 @@ class Engine:
         )
         self.scheduler.begin_version(rank_kv.weights_version)
         self.lifecycle = Lifecycle(rank_kv, self)
-        self._copies = StepCopies(rank_kv, _OWNER)
+        self._copies = StepCopies(rank_kv, ENGINE)
         self._eos = frozenset(eos_token_ids)
         self._detokenize = detokenize
         self._clock = clock
@@ -108,6 +110,8 @@ class Engine:
     def has_work(self) -> bool:
         """Whether a step would do anything."""
         if self._ended or self.lifecycle.has_work:
+            return True
+        if self.kv.tier is not None and not self.kv.tier.is_idle:
             return True
         return bool(self._tasks) and not self.lifecycle.asleep
 
@@ -137,7 +141,7 @@ class Engine:
                 max_new_tokens=params.max_tokens,
                 retention=request.retention,
             )
-            sequence.driver_id = _OWNER
+            sequence.driver_id = ENGINE
             before = request.produced
             sequence.extend(before.token_ids)
             task = Task(
@@ -153,6 +157,8 @@ class Engine:
             )
             self._tasks[key] = task
             self.scheduler.add(task)
+            if self.kv.tier is not None:
+                self.kv.tier.expect(sequence)
 
     def abort(self, request_ids: Iterable[str], driver_id: str = "") -> None:
         """End requests in whatever state they are; the next step reports them.
@@ -200,15 +206,23 @@ class Engine:
         publishing it; the others go on.
         """
         start = self._clock()
+        self.is_waiting = True
         self.lifecycle.advance()
+        self.kv.pump_tier()
         deltas, self._ended = self._ended, []
         if self.lifecycle.asleep:
             return deltas
         step = self.scheduler.schedule()
+        self.is_waiting = not step
         failed, self.scheduler.failed = self.scheduler.failed, []
         for task, error in dict(failed).items():
             deltas.append((task.driver_id, self._fail(task, "admission", error)))
         return deltas + self._compute(step, start) if step else deltas
+
+    @property
+    def tokens_per_s(self) -> float:
+        """How fast the model computed so far; 0 before it has."""
+        return self._num_computed / self._model_s if self._model_s else 0.0
 
     def stats(self) -> EngineStats:
         """Totals since the start."""

@@ -175,7 +175,7 @@ class Scheduler:
         step = [(task, 1) for task in self.running if task.num_remaining == 1]
         budget = self._budget - len(step)
         for task in self.running:
-            if task.num_remaining > 1 and budget > 0:
+            if task.num_remaining > 1 and budget > 0 and not self._is_loading(task):
                 count = self._chunk(task, budget)
                 step.append((task, count))
                 budget -= count
@@ -184,10 +184,21 @@ class Scheduler:
             admitted = self._admit_next()
             if admitted is None:
                 break
+            if self._is_loading(admitted):
+                continue
             count = self._chunk(admitted, budget)
             step.append((admitted, count))
             budget -= count
         return step
+
+    def _is_loading(self, task: Task) -> bool:
+        """Whether a task waits for KV from the host; notes what it hit once it does not."""
+        if self._kv.is_loading(task.sequence):
+            return True
+        if task.num_cached_tokens is None:
+            task.num_cached_tokens = task.sequence.kv_state.num_computed_tokens
+            task.miss = self._kv.explain(task.sequence)
+        return False
 
     def _chunk(self, task: Task, budget: int) -> int:
         """Tokens that a task computes now: none beyond the place of its next checkpoint."""
@@ -250,9 +261,6 @@ class Scheduler:
                 line[0].num_bypassed += 1
             self.waiting.remove(task)
             bisect.insort(self.running, task, key=_arrival)
-            if task.num_cached_tokens is None:
-                task.num_cached_tokens = task.sequence.kv_state.num_computed_tokens
-                task.miss = self._kv.explain(task.sequence)
             return task
         return None
 

@@ -55,6 +55,7 @@ class RankWorker:
         self._channels: dict[str, _Channel] = {}  # by driver id
         self._changed = threading.Condition()
         self._closed = False
+        self._is_woken = False
         self._pid = os.getpid()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(
@@ -78,6 +79,12 @@ class RankWorker:
             self._calls.append((function, future))  # type: ignore[arg-type]
             self._changed.notify_all()
         return future
+
+    def wake(self) -> None:
+        """Something has come that the next step can go on with; from any thread."""
+        with self._changed:
+            self._is_woken = True
+            self._changed.notify_all()
 
     @property
     def is_closed(self) -> bool:
@@ -158,6 +165,7 @@ class RankWorker:
                 return False
             calls = list(self._calls)
             self._calls.clear()
+            self._is_woken = False
         results = [
             (future, *_run_call(function))
             for function, future in calls
@@ -173,10 +181,12 @@ class RankWorker:
         deltas = self.engine.step()
         self._note_progress()
         self._publish(deltas)
-        if self.engine.has_work and not self.engine.scheduler.running:
-            # Sequences of somebody else's scheduler hold the memory: look again in a while.
+        if self.engine.has_work and self.engine.is_waiting:
+            # Somebody else's sequences hold the memory, or the host owes an answer or a copy.
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or bool(self._calls), _BLOCKED_WAIT_S)
+                self._changed.wait_for(
+                    lambda: self._closed or self._is_woken or bool(self._calls), _BLOCKED_WAIT_S
+                )
         return True
 
     def _note_progress(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
@@ -42,18 +43,27 @@ class BlockCopier:
         slab: The host side; stays open until the copier is closed.
         xp: The array module of the memory on the other side.
         faults: What goes wrong on purpose, in tests.
+        on_done: Called on the copier's thread after each batch that was carried out.
 
     Raises:
         TransferError: The slab is closed.
     """
 
-    def __init__(self, slab: HostSlab, *, xp: Any = np, faults: CopyFaults | None = None) -> None:
+    def __init__(
+        self,
+        slab: HostSlab,
+        *,
+        xp: Any = np,
+        faults: CopyFaults | None = None,
+        on_done: Callable[[], object] | None = None,
+    ) -> None:
         if slab.is_closed:
             raise TransferError("the host slab is closed in this process: attach it again")
         self.slab = slab
         self.num_finished = self.num_cancelled = 0
         self._xp = xp
         self._faults = faults
+        self._on_done = on_done
         self._num_submitted = 0
         self._stream: Any = None
         self._changed = threading.Condition()
@@ -268,6 +278,8 @@ class BlockCopier:
             self.num_finished += 1
             ticket.finish(result)
             self._changed.notify_all()
+        if self._on_done is not None:
+            self._on_done()
 
     def _copied(self, batch: CopyBatch, fault: Fault | None) -> CopyResult:
         with contextlib.ExitStack() as stack:

@@ -84,6 +84,14 @@ class KVBuffers:
         if self.is_released:
             self._allocate()
 
+    def record_event(self) -> Any:
+        """On CUDA, an event behind all work on the current stream so far; None on the CPU."""
+        if self.device == "cpu":
+            return None
+        event = self.xp.cuda.Event(disable_timing=True)
+        event.record(self.xp.cuda.get_current_stream())
+        return event
+
     def view(self, layer: int, name: str) -> Any:
         """Return one tensor of one layer over all blocks, without copying.
 

@@ -1,0 +1,162 @@
+"""The pool with host memory behind its devices (the seed's section 9.4)."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Self
+
+from raykv.config import PoolConfig
+from raykv.core.kv_cache_manager import Sequences, flatten
+from raykv.errors import ConfigError, RaykvError
+from raykv.host_stats import HostTierStats
+from raykv.pool import BlockManagerPool
+from raykv.rank_handle import RankHandle
+from raykv.tier_handle import LocalTier, TierHandle
+from raykv.tier_host import TierHost
+from raykv.transfer_report import TransferReport
+
+_LOOK_S = 0.001
+_MAX_LOOK_S = 0.02
+
+
+class HierarchyBlockManagerPool(BlockManagerPool):
+    """A pool whose ranks keep in host memory what falls out of their devices, and get it back.
+
+    ``deallocate`` queues what a sequence has computed and the host lacks; ``allocate`` looks what
+    the host has beyond the device's hit, and plans to load it; ``transfer_blocks`` starts both. The
+    built-in engine does so by itself.
+
+    A sequence with ``is_loading`` set must not compute until ``transfer_blocks`` has reported its
+    load; until that is started, whoever computes anyway calls it off.
+
+    Attributes:
+        tiers: the host tiers.
+    """
+
+    tiers: list[TierHandle]
+    _tier_of: list[int]
+    _has_tiers = True
+
+    @classmethod
+    def local(cls, config: PoolConfig | str | Path) -> Self:
+        """A pool whose ranks and host tiers live in this process, without Ray.
+
+        Raises:
+            ConfigError: there is no ``host``, or the model, the memory or the routing policy cannot
+                be had.
+        """
+        config = PoolConfig.of(config)
+        if config.host is None:
+            raise ConfigError("host is missing: give host.num_blocks, or use BlockManagerPool")
+        pool = super().local(config)
+        try:
+            num_tiers = pool.config.dp_size if config.host.scope == "rank" else 1
+            tiers = [LocalTier(TierHost(pool.config)) for _ in range(num_tiers)]
+            pool.use_tiers([*tiers], [rank % num_tiers for rank in range(pool.config.dp_size)])
+        except BaseException:
+            pool.close()
+            raise
+        return pool
+
+    def use_tiers(self, tiers: list[TierHandle], tier_of: list[int]) -> None:
+        """Connect ranks that nobody uses yet; called once.
+
+        Args:
+            tiers: the host tiers.
+            tier_of: per rank, which of them it uses.
+
+        Raises:
+            ConfigError: the memory of one cannot be had.
+        """
+        self.tiers, self._tier_of = tiers, tier_of
+        for rank in self.ranks:
+            rank.connect_tier(self.tier_of(rank)).result()
+
+    def tier_of(self, rank: RankHandle) -> TierHandle:
+        """The host tier that a rank uses."""
+        return self.tiers[self._tier_of[rank.dp_rank]]
+
+    # -- transfers ------------------------------------------------------------------------------
+
+    def transfer_blocks(
+        self, batches: Iterable[Sequences] | None = None, *, wait_s: float = 0.0
+    ) -> TransferReport:
+        """Start the queued loads, then the queued offloads; one call per rank, all at once.
+
+        Args:
+            batches: what is to compute next; None for all. Only these are waited for.
+            wait_s: seconds to wait until their loads are over.
+
+        Returns:
+            What was started, and what was acknowledged since the call before.
+        """
+        members = None if batches is None else [s for batch in batches for s in flatten(batch)]
+        deadline, pause_s = time.monotonic() + wait_s, _LOOK_S
+        report = self._transfer()
+        while report.num_loading if members is None else any(s.is_loading for s in members):
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                break
+            time.sleep(min(pause_s, left_s))
+            pause_s = min(2 * pause_s, _MAX_LOOK_S)
+            report = self._transfer().after(report)
+        return report
+
+    def _transfer(self) -> TransferReport:
+        nothing = TransferReport()
+        reports = self._of_all([rank.transfer() for rank in self.ranks], nothing)
+        return sum(reports, nothing)
+
+    # -- counters -------------------------------------------------------------------------------
+
+    def num_free_host_blocks(self) -> list[int]:
+        """Host blocks that hold nothing, per host tier."""
+        return [stats.free for stats in self.host_stats()]
+
+    def num_blocks_in_host_prefix_cache(self) -> list[int]:
+        """Host blocks that can be found, per host tier."""
+        return [stats.cached for stats in self.host_stats()]
+
+    def host_stats(self) -> list[HostTierStats]:
+        """Counters of the host tiers."""
+        return [future.result() for future in [tier.stats() for tier in self.tiers]]
+
+    # -- what also concerns the host ------------------------------------------------------------
+
+    def reset_prefix_cache(self) -> list[int]:
+        """See KVCacheManager; the host tiers forget everything, too.
+
+        They do so first and count an epoch: what ranks had before their own reset is refused.
+        """
+        epochs = [future.result()[0] for future in [tier.reset() for tier in self.tiers]]
+        counts = super().reset_prefix_cache()
+        replies = [rank.begin_epoch(epochs[self._tier_of[rank.dp_rank]]) for rank in self.ranks]
+        self._of_all(replies, None)
+        return counts
+
+    def retire(self, version: int) -> list[int]:
+        """See VersionedRanks; of the host tiers, too."""
+        for future in [tier.retire(version) for tier in self.tiers]:
+            future.result()
+        return super().retire(version)
+
+    def bring_up_to_date(self, rank: RankHandle) -> None:
+        """See VersionedRanks; a rank that is back joins its host tier again."""
+        super().bring_up_to_date(rank)
+        rank.connect_tier(self.tier_of(rank)).result()
+
+    def check_integrity(self) -> None:
+        """See KVCacheManager."""
+        super().check_integrity()
+        for future in [tier.check_integrity() for tier in self.tiers]:
+            future.result()
+
+    def close(self) -> None:
+        """See BlockManagerPool; the host memory goes with the last rank that has it mapped."""
+        super().close()
+        for tier in getattr(self, "tiers", []):
+            with contextlib.suppress(RaykvError):
+                tier.close()

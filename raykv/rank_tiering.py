@@ -1,0 +1,216 @@
+"""What a rank's KV has to do with its node's host tier."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+
+from raykv.config import PoolConfig
+from raykv.core.block_manager import BlockManagerImpl
+from raykv.core.explain import MissReason, MissReport
+from raykv.core.kv_cache_manager import KVCacheManager
+from raykv.core.rows import Rows
+from raykv.core.sequence import Sequence
+from raykv.errors import ConfigError
+from raykv.memory.buffers import KVBuffers
+from raykv.memory.copy_batches import CopyFaults
+from raykv.rank_tier import RankTier
+from raykv.tier_handle import TierHandle
+from raykv.tier_link import TierLink
+from raykv.tier_loads import Load, LoadEnd
+from raykv.transfer_report import TransferReport
+
+ENGINE = "engine"  # whose sequences are the engine's; drivers have other names
+
+
+class RankTiering(KVCacheManager):
+    """The host tier's part of a RankKV.
+
+    Attributes:
+        tier: the rank's traffic with the tier; None without one.
+    """
+
+    config: PoolConfig
+    block_size: int
+    block_manager: BlockManagerImpl
+    buffers: KVBuffers | None
+    tier: RankTier | None = None
+    _rows: Rows
+    _host_hits: dict[int, LoadEnd]  # by row
+    _ended: dict[str, list[LoadEnd]]  # by driver, until it asks
+    _reported: Counter[str]
+    _num_host_hit: int = 0
+
+    def connect_tier(
+        self,
+        handle: TierHandle,
+        *,
+        wake: Callable[[], None] = lambda: None,
+        prefill_rate: Callable[[], float] = lambda: 0.0,
+        faults: CopyFaults | None = None,
+    ) -> None:
+        """Use a host tier from now on.
+
+        Args:
+            handle: of the node's.
+            wake: called from other threads when ``pump_tier`` has something to do.
+            prefill_rate: tokens per second that the rank computes; 0 if that is not known.
+            faults: what goes wrong with copies on purpose, in tests.
+
+        Raises:
+            ConfigError: the configuration has no host tier, or its memory cannot be had.
+            RankUnavailableError: the tier is not there.
+        """
+        config, buffers = self.config.host, self.buffers
+        if config is None or buffers is None:
+            raise ConfigError("this rank was configured without host memory: give host.num_blocks")
+        self.close_tier()
+        link = TierLink(
+            handle, config, buffers.spec.block_bytes, xp=buffers.xp, wake=wake, faults=faults
+        )
+        link.connect()
+        store = self.config.store
+        self._host_hits, self._ended, self._reported = {}, {}, Counter()
+        self.tier = RankTier(
+            self.block_manager,
+            buffers,
+            link,
+            prefill_rate=prefill_rate,
+            patience_s=0.0 if store is None else store.prefetch_timeout_s,
+        )
+
+    def is_loading(self, sequence: Sequence) -> bool:
+        """See KVCacheManager."""
+        return self.tier is not None and self.tier.waits(sequence)
+
+    def pump_tier(self, *, starts: bool = True) -> list[LoadEnd]:
+        """Move on what is under way to and from the host; waits for nothing.
+
+        Args:
+            starts: whether queued copies are started: loads, then offloads.
+
+        Returns:
+            Loads that ended: what they brought counts as computed and can be shared.
+        """
+        if self.tier is None:
+            return []
+        for load in self.tier.late():
+            self._leave(load)
+        ended = self.tier.pump(starts=starts)
+        for end in ended:
+            self._take(end)
+        return ended
+
+    def transfer(self, driver_id: str) -> TransferReport:
+        """Start what is queued, and say what ended since the call before; see TransferReport."""
+        self.pump_tier()
+        if self.tier is None:
+            return TransferReport()
+        before, totals = self._reported, self.tier.totals
+        self._reported = Counter(totals)
+        ended = self._ended.pop(driver_id, [])
+        size = self.block_size
+        return TransferReport(
+            totals["loads_started"] - before["loads_started"],
+            totals["offloads_started"] - before["offloads_started"],
+            totals["loaded"] - before["loaded"],
+            totals["offloaded"] - before["offloaded"],
+            {end.sequence.seq_id: end.num_blocks * size for end in ended},
+            {end.sequence.seq_id: end.reason for end in ended if end.reason},
+            self.tier.num_loading,
+            self.tier.num_offloading_blocks,
+        )
+
+    def begin_epoch(self, epoch: int) -> None:
+        """The host tier was reset, and so was this rank: they may share from now on."""
+        if self.tier is not None:
+            self.tier.begin_epoch(epoch)
+
+    def forget_ended(self, driver_id: str) -> None:
+        """A driver does not ask any more."""
+        if self.tier is not None:
+            self._ended.pop(driver_id, None)
+
+    def close_tier(self) -> None:
+        """Leave the host tier; idempotent."""
+        tier, self.tier = self.tier, None
+        if tier is not None:
+            tier.close()
+
+    def host_report(self, report: MissReport, sequence: Sequence, row: int) -> MissReport:
+        """Say what came from the host, and why there was no more of it."""
+        end = self._host_hits.get(row)
+        if end is None:
+            return report
+        num_loaded = end.num_blocks * self.block_size
+        num_hit = report.num_hit_tokens + num_loaded
+        report = replace(report, num_hit_tokens=num_hit, num_host_tokens=num_loaded)
+        if end.reason:
+            reason: MissReason = end.reason  # type: ignore[assignment]
+            return MissReport(reason, num_hit, num_hit, num_host_tokens=num_loaded)
+        num_admitted = sequence.kv_state.num_admitted_tokens
+        if num_hit == (num_admitted - 1) // self.block_size * self.block_size:
+            is_whole = num_admitted % self.block_size != 0
+            return replace(
+                report,
+                reason="complete" if is_whole else "last_token_kept",
+                token_position=num_hit,
+            )
+        return replace(report, token_position=max(report.token_position, num_hit))
+
+    @abstractmethod
+    def _publish(self, sequence: Sequence, row: int, num_tokens: int | None = None) -> None:
+        """Let what it computed be found."""
+
+    @abstractmethod
+    def allocate_all(self, members: list[Sequence], targets: list[int]) -> bool:
+        """Allocate for distinct sequences."""
+
+    @abstractmethod
+    def shrink(self, sequence: Sequence, num_blocks: int) -> None:
+        """Take back the blocks behind the first ``num_blocks``."""
+
+    def _take(self, end: LoadEnd) -> None:
+        sequence, row = end.sequence, end.sequence.single_block_id
+        if row is None:
+            return
+        self._host_hits[row] = end
+        if sequence.driver_id != ENGINE:
+            self._ended.setdefault(sequence.driver_id, []).append(end)
+        if end.num_blocks:
+            num_tokens = end.num_blocks * self.block_size
+            sequence.kv_state.num_computed_tokens += num_tokens
+            sequence.kv_state.num_loaded_tokens = sequence.kv_state.num_computed_tokens
+            self._num_host_hit += num_tokens
+            self._publish(sequence, row)
+
+    def _leave(self, load: Load) -> None:
+        """Give the sequence of a late load other blocks: those it has may still be written."""
+        sequence = load.sequence
+        assert sequence is not None, "it waits"
+        num_blocks = sequence.kv_state.num_blocks
+        if self.block_manager.num_available_blocks < num_blocks - load.first_block:
+            return  # wait on
+        assert self.tier is not None, "it has a load"
+        self.tier.give_up(load)
+        self.shrink(sequence, load.first_block)
+        num_tokens = min(num_blocks * self.block_size, self.config.max_tokens_per_sequence)
+        done = self.allocate_all([sequence], [num_tokens])
+        assert done, "as many as are available could not be had"
+
+    def _tell_tier(self, new: list[Sequence]) -> None:
+        """Sequences were admitted."""
+        if self.tier is not None:
+            for sequence in new:
+                self.tier.want(sequence)
+            self.tier.talk()
+
+    def _leave_tier(self, sequence: Sequence, row: int, *, offloads: bool) -> None:
+        """A sequence is about to give its row back."""
+        if self.tier is not None:
+            if offloads:
+                self.tier.offload(sequence)
+            self.tier.forget(row)
+            self._host_hits.pop(row, None)

@@ -1,0 +1,209 @@
+"""A rank's line to its host tier: membership, the mapped memory, one exchange at a time."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from raykv.config_host import HostConfig
+from raykv.errors import TransferError
+from raykv.memory.block_copier import BlockCopier
+from raykv.memory.copy_batches import CopyFaults
+from raykv.memory.host_slab import HostSlab
+from raykv.tier_handle import TierHandle
+from raykv.tier_messages import TierAnswer, TierCall, TierInfo
+
+_RENEWALS_PER_LEASE = 4
+_JOIN_AGAIN_S = 0.25
+_START_S = 60.0  # taking all of a large slab's memory may last
+
+
+class TierLink:
+    """Joins a host tier, and joins again when it was lost. The rank's owner calls it.
+
+    A host tier that died or forgot this rank is lost: tickets of before are void, and nothing is
+    reported to it any more. Once no copy is under way, the rank joins again, under another name.
+
+    Args:
+        handle: the tier.
+        config: its configuration.
+        block_bytes: bytes of a block.
+        xp: the array module of the rank's memory.
+        wake: called from other threads when there is something to do.
+        faults: what goes wrong with copies on purpose, in tests.
+        clock: seconds.
+
+    Attributes:
+        handle: the tier.
+        client_id: the rank's name there now.
+        epoch: the tier's, as far as it was heard.
+        slab: the host memory, mapped; None before the first ``connect``.
+        copier: copies to and from it; None likewise.
+        has_sources: whether the tier can get blocks from elsewhere.
+        num_lost: how often it was lost.
+        last_error: why, for people.
+    """
+
+    def __init__(
+        self,
+        handle: TierHandle,
+        config: HostConfig,
+        block_bytes: int,
+        *,
+        xp: Any,
+        wake: Callable[[], None],
+        faults: CopyFaults | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.handle = handle
+        self.config = config
+        self.block_bytes = block_bytes
+        self.client_id = ""
+        self.epoch = 0
+        self.slab: HostSlab | None = None
+        self.copier: BlockCopier | None = None
+        self.has_sources = False
+        self.num_lost = 0
+        self.last_error = ""
+        self.is_up = False
+        self._xp = xp
+        self._wake = wake
+        self._faults = faults
+        self._clock = clock
+        self._exchange: Future[TierAnswer] | None = None
+        self._sent_s = 0.0
+        self._joining: Future[TierInfo] | None = None
+        self._join_s = 0.0
+        self._closed = threading.Event()
+
+    def connect(self) -> None:
+        """Join, and wait until that is done.
+
+        Raises:
+            ConfigError: the tier's memory cannot be had, or does not fit this rank's blocks.
+            RankUnavailableError: the tier is not there.
+            TransferError: its memory cannot be mapped.
+        """
+        self._start_join()
+        assert self._joining is not None, "it was started"
+        self._enter(self._joining.result(_START_S))
+        threading.Thread(
+            target=_renew, args=(weakref.ref(self), self._closed, self.config.lease_s),
+            name="raykv-tier-lease", daemon=True,
+        ).start()  # fmt: skip
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the tier has owed an answer for too long."""
+        waited = self._clock() - self._sent_s
+        return self._exchange is not None and waited > self.config.timeout_s
+
+    @property
+    def is_free(self) -> bool:
+        """Whether an exchange can be sent now."""
+        return self.is_up and self._exchange is None
+
+    def send(self, call: TierCall) -> None:
+        """Start an exchange; one must not be under way."""
+        assert self.is_free, "one exchange at a time"
+        self._sent_s = self._clock()
+        self._exchange = self.handle.exchange(call)
+        if not self._exchange.done():
+            self._exchange.add_done_callback(lambda _: self._wake())
+
+    def receive(self) -> TierAnswer | None:
+        """The answer, once; None while there is none.
+
+        Raises:
+            Exception: the tier was lost: call ``lose``.
+        """
+        exchange = self._exchange
+        if exchange is None or not exchange.done():
+            return None
+        self._exchange = None
+        return exchange.result()
+
+    def lose(self, error: Exception) -> None:
+        """Expect nothing any more of what was said to the tier."""
+        self.is_up = False
+        self._exchange = None
+        self.num_lost += 1
+        self.last_error = f"{type(error).__name__}: {error}"
+        self._join_s = self._clock()
+
+    def maintain(self) -> None:
+        """Join again where the tier was lost, once no copy of before is under way."""
+        if self.is_up or self._closed.is_set():
+            return
+        if self._joining is None:
+            is_idle = self.copier is None or not (self.copier.num_queued + self.copier.num_running)
+            if is_idle and self._clock() >= self._join_s:
+                self.handle.unmapped(self.client_id)  # no copy under the old name will write
+                self._start_join()
+        elif self._joining.done():
+            joining, self._joining = self._joining, None
+            try:
+                self._enter(joining.result())
+            except Exception as error:  # noqa: BLE001 - whatever it is, try again in a while
+                self.last_error = f"{type(error).__name__}: {error}"
+                self._join_s = self._clock() + _JOIN_AGAIN_S
+
+    def renew(self) -> Future[bool] | None:
+        """Keep the lease; from any thread."""
+        return self.handle.renew(self.client_id) if self.is_up else None
+
+    def close(self) -> None:
+        """Finish the copy under way, and leave; idempotent."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self._unmap()
+        if self.is_up:
+            self.handle.unmapped(self.client_id)
+        self.is_up = False
+
+    def _start_join(self) -> None:
+        self.client_id = uuid.uuid4().hex
+        self._joining = self.handle.join(self.client_id, os.getpid(), self.block_bytes)
+        if not self._joining.done():
+            self._joining.add_done_callback(lambda _: self._wake())
+
+    def _enter(self, info: TierInfo) -> None:
+        self._joining = None
+        self._unmap()
+        self.slab = HostSlab.attach(info.blocks)
+        if self.slab.block_bytes != self.block_bytes:
+            raise TransferError(
+                f"the host tier's blocks have {self.slab.block_bytes} bytes, this rank's"
+                f" {self.block_bytes}"
+            )
+        self.slab.register_pinned(self._xp)
+        self.copier = BlockCopier(self.slab, xp=self._xp, faults=self._faults, on_done=self._wake)
+        self.epoch = info.epoch
+        self.has_sources = info.has_sources
+        self.is_up = True
+
+    def _unmap(self) -> None:
+        if self.copier is not None:
+            self.copier.close()
+        if self.slab is not None:
+            self.slab.close()
+        self.copier = self.slab = None
+
+
+def _renew(link: weakref.ReferenceType[TierLink], closed: threading.Event, lease_s: float) -> None:
+    """Keep a lease, while the rank may be busy with a step."""
+    pending: Future[bool] | None = None
+    while not closed.wait(lease_s / _RENEWALS_PER_LEASE):
+        known = link()
+        if known is None:
+            return
+        if pending is None or pending.done():
+            pending = known.renew()
+        del known
