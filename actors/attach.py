@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 import uuid
 from typing import Any
@@ -11,8 +12,10 @@ import ray
 from ray.exceptions import RayError
 
 from raykv.actors import cluster
-from raykv.actors.launch import RayPool, await_ready
+from raykv.actors.launch import await_ready
+from raykv.actors.ray_pool import RayHierarchyPool, RayPool
 from raykv.actors.ray_rank import RayRank
+from raykv.actors.tiers import TierStarter, find_tiers
 from raykv.config import PoolConfig
 from raykv.errors import RankUnavailableError, RequestError
 
@@ -48,7 +51,14 @@ def attach(name: str, *, namespace: str | None = None) -> RayPool:
                 actors, await_ready(actors, config, deadline), strict=True
             )
         ]
-        return RayPool(config, ranks, cleanup.pop_all(), ends_ranks=False)
+        if config.host is None:
+            return RayPool(config, ranks, cleanup.pop_all(), ends_ranks=False)
+        starter = TierStarter(config, None, namespace, None, contextlib.ExitStack())
+        pool = RayHierarchyPool(config, ranks, cleanup, ends_ranks=False)
+        cleanup.callback(pool.monitor.stop)
+        find_tiers(pool, ranks, starter)
+        pool.keep(cleanup.pop_all())
+        return pool
 
 
 def end(name: str, *, namespace: str | None = None) -> None:
@@ -63,6 +73,10 @@ def end(name: str, *, namespace: str | None = None) -> None:
         with contextlib.suppress(RequestError):
             while True:
                 actors.append(_find(name, len(actors), namespace))
+        with contextlib.suppress(ValueError):
+            actors.extend(
+                ray.get_actor(f"{name}-host-{index}", namespace) for index in itertools.count()
+            )
         group = _group(actors[0])
         for actor in actors:
             ray.kill(actor)

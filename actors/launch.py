@@ -16,58 +16,14 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from raykv.actors import cluster
 from raykv.actors.errors import translate
 from raykv.actors.rank_actor import actor_class
+from raykv.actors.ray_pool import RayHierarchyPool, RayPool
 from raykv.actors.ray_rank import RayRank
+from raykv.actors.tiers import TierStarter
 from raykv.config import PoolConfig
 from raykv.errors import ConfigError, RankUnavailableError
 from raykv.messages import RankInfo
 from raykv.pool import BlockManagerPool
-from raykv.rank_handle import RankHandle
 from raykv.routing_policy import make_policy
-
-_LEAVE_S = 2.0
-
-
-class RayPool(BlockManagerPool):
-    """A pool over Ray actors.
-
-    Closing it ends them and gives back what was reserved for them, or, where another driver
-    launched them, takes leave of them.
-
-    Args:
-        config: what the ranks were made from.
-        ranks: one handle per dp_rank, in order.
-        cleanup: what to do in the end.
-        ends_ranks: whether the ranks are this pool's to end.
-    """
-
-    def __init__(
-        self,
-        config: PoolConfig,
-        ranks: list[RayRank],
-        cleanup: contextlib.ExitStack,
-        *,
-        ends_ranks: bool = True,
-    ) -> None:
-        handles: list[RankHandle] = [*ranks]
-        super().__init__(config, handles)
-        self._ray_ranks = ranks
-        self._cleanup = cleanup
-        self._ends_ranks = ends_ranks
-        self.monitor.start()
-
-    def close(self) -> None:
-        """End all ranks, or take leave of them; idempotent. Requests under way fail."""
-        self.monitor.stop()
-        with self._cleanup:
-            if self._ends_ranks:
-                for rank in self._ray_ranks:
-                    rank.ask_to_close()
-            else:
-                asked = [rank.ask_to_leave() for rank in self._ray_ranks]
-                leaving = [reference for reference in asked if reference is not None]
-                if leaving:
-                    ray.wait(leaving, num_returns=len(leaving), timeout=_LEAVE_S)
-            super().close()
 
 
 def launch(
@@ -136,7 +92,14 @@ def launch(
                 actors, await_ready(actors, config, deadline), strict=True
             )
         ]
-        return RayPool(config, ranks, cleanup.pop_all())
+        if config.host is None:
+            return RayPool(config, ranks, cleanup.pop_all())
+        starter = TierStarter(config, name, namespace, lifetime, cleanup)
+        pool = RayHierarchyPool(config, ranks, cleanup)
+        cleanup.callback(pool.monitor.stop)
+        starter.connect(pool, ranks)
+        pool.keep(cleanup.pop_all())
+        return pool
 
 
 def _check(config: PoolConfig, lifetime: str | None, name: str | None) -> None:

@@ -11,8 +11,10 @@ from typing import Any, NoReturn, TypeVar
 import ray
 from ray.util import get_current_placement_group
 
+from raykv.actors.tier_actor import RayTier
 from raykv.actors.wire import pack, unpack
 from raykv.config import PoolConfig
+from raykv.errors import RankUnavailableError
 from raykv.messages import Call, Health, Outputs, RankInfo
 from raykv.rank_host import RankHost
 
@@ -46,6 +48,7 @@ class RankActor:
     def __init__(self, config: PoolConfig, dp_rank: int) -> None:
         self._host: RankHost | None = None
         self._failure: Exception | None = None
+        self._tier: Any = None
         try:
             self._host = RankHost(config, dp_rank)
             self._host.watch(_end_process)
@@ -88,6 +91,24 @@ class RankActor:
         return self._started().config
 
     @_in_group("health")
+    def connect_tier(self, actor: Any) -> None:
+        """See RankHost.connect_tier; of the tier that it uses already, it keeps what it has."""
+        if self._tier is None or _id(self._tier) != _id(actor):
+            self._started().connect_tier(RayTier(actor))
+            self._tier = actor
+
+    @_in_group("health")
+    def tier(self) -> Any:
+        """The host tier's actor.
+
+        Raises:
+            RankUnavailableError: none is connected yet.
+        """
+        if self._tier is None:
+            raise RankUnavailableError("the rank has no host tier yet: try again")
+        return self._tier
+
+    @_in_group("health")
     def placement_group(self) -> Any:
         """Where the rank lies; None if it lies in no group."""
         return get_current_placement_group()
@@ -109,6 +130,10 @@ def actor_class(**options: Any) -> Any:
     """RankActor as an actor class of Ray's, with these options."""
     groups = dict(CONCURRENCY_GROUPS)
     return ray.remote(concurrency_groups=groups, max_task_retries=0, **options)(RankActor)
+
+
+def _id(actor: Any) -> str:
+    return str(actor._actor_id.hex())  # noqa: SLF001 - handles of one actor are not equal
 
 
 def _end_process(reason: str) -> NoReturn:

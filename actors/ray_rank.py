@@ -13,12 +13,14 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError, Ray
 
 from raykv.actors.errors import translate
 from raykv.actors.process import RankProcess
+from raykv.actors.tier_actor import RayTier
 from raykv.actors.wire import pack, split, unpack
 from raykv.config import RayConfig
 from raykv.errors import RankUnavailableError
 from raykv.messages import Answer, Call, Health, Outputs, RankInfo
 from raykv.rank_handle import Reply
 from raykv.remote_rank import RemoteRank, ReplyLostError
+from raykv.tier_handle import TierHandle
 
 _PATIENCE = 4
 _SLICE_S = 0.1  # how soon whoever waits hears that the rank was lost
@@ -33,7 +35,7 @@ class RayRank(RemoteRank):
     Args:
         actor: the handle of its RankActor.
         info: what the rank said of itself.
-        node_id: the Ray node that it runs on.
+        node_id: the Ray node that it runs on, as it was heard last.
         driver_id: who this driver is.
         config: time limits.
     """
@@ -43,6 +45,7 @@ class RayRank(RemoteRank):
     ) -> None:
         super().__init__(info, driver_id, config)
         self._actor = actor
+        self.node_id = node_id
         self._is_here = node_id == ray.get_runtime_context().get_node_id()
         self._process = RankProcess.find(info.pid) if self._is_here else None
         self._beat: Any = None  # the reference of the answer to the heartbeat under way
@@ -61,6 +64,20 @@ class RayRank(RemoteRank):
         reference = self._submit(self._actor.poll, self.driver_id, session, seen, wait_s)
         outputs: Outputs = self.get(reference, session, wait_s)
         return outputs
+
+    def connect_tier(self, tier: TierHandle) -> Reply[None]:
+        """See RankHandle; the rank's process talks to the tier's itself."""
+        assert isinstance(tier, RayTier), "ranks in actors use tiers in actors"
+        return _RayAnswer(self, self.session, self._submit(self._actor.connect_tier, tier.actor))
+
+    def find_tier(self) -> Any:
+        """The actor of the host tier that the rank uses."""
+        return self.get(self._submit(self._actor.tier), self.session)
+
+    def find_node(self) -> str:
+        """The Ray node that it runs on now."""
+        _, self.node_id = self.get(self._submit(self._actor.ready), self.session)
+        return self.node_id
 
     def beat(self) -> None:
         """See RankHandle."""
@@ -208,6 +225,16 @@ class RayRank(RemoteRank):
         if self._process is not None and not self._process.wait(_KILL_S):
             self._process.kill()  # a stopped process does not hear Ray
             self._process.wait(_KILL_S)
+
+
+@dataclass(frozen=True, slots=True)
+class _RayAnswer:
+    rank: RayRank
+    session: int
+    reference: Any
+
+    def result(self) -> Any:
+        return self.rank.get(self.reference, self.session)
 
 
 @dataclass(frozen=True, slots=True)

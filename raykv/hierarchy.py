@@ -13,7 +13,7 @@ from raykv.core.kv_cache_manager import Sequences, flatten
 from raykv.errors import ConfigError, RaykvError
 from raykv.host_stats import HostTierStats
 from raykv.pool import BlockManagerPool
-from raykv.rank_handle import RankHandle
+from raykv.rank_handle import RankHandle, results
 from raykv.tier_handle import LocalTier, TierHandle
 from raykv.tier_host import TierHost
 from raykv.transfer_report import TransferReport
@@ -72,8 +72,11 @@ class HierarchyBlockManagerPool(BlockManagerPool):
             ConfigError: the memory of one cannot be had.
         """
         self.tiers, self._tier_of = tiers, tier_of
-        for rank in self.ranks:
-            rank.connect_tier(self.tier_of(rank)).result()
+        self.connect_ranks()
+
+    def connect_ranks(self) -> None:
+        """Let all ranks join their tiers, side by side."""
+        results([rank.connect_tier(self.tier_of(rank)) for rank in self.ranks])
 
     def tier_of(self, rank: RankHandle) -> TierHandle:
         """The host tier that a rank uses."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from raykv.core.sequence import KVCacheState, Sequence
 from raykv.errors import RankUnavailableError, RaykvError, RequestError
-from raykv.messages import Answer, Call, Origin, SequenceUpdates
+from raykv.messages import Answer, Call, Origin, SequenceStates, SequenceUpdates
 
 _NOBODY: tuple[Sequence | None, int] = (None, 0)
 
@@ -116,14 +116,16 @@ class Mirror:
                 block_ids.flags.writeable = False
                 state.block_ids = block_ids
             self._held[sequence.seq_id] = sequence, known + sent
-        # Of sequences with recurrent state; else there is nothing to go through.
+        self._note_states(sequences, states)
+
+    def _note_states(self, sequences: SequenceOf[Sequence], states: SequenceStates) -> None:
+        """Recurrent state and loads from the host; without them there is nothing to go through."""
         for sequence, slot, stops in zip(
             sequences, states.state_slots, states.checkpoint_stops, strict=False
         ):
             if slot and self._holds(sequence):
                 sequence.linear_state_slot = slot
                 sequence.kv_state.checkpoint_stops = stops
-
         for sequence, host_tokens, num_computed in zip(
             sequences, states.host_tokens or (), states.num_computed_tokens, strict=False
         ):

@@ -46,7 +46,7 @@ class KVCacheState:
         admission: counts the rank's admissions.
         checkpoint_stops: ascending token positions of the prompt at which a checkpoint of the
             recurrent state is due, beside those of the stride; see LinearStateConfig.
-        num_loaded_tokens: leading tokens whose KV a load from the host has completed; 0 without one.
+        num_loaded_tokens: where a load from the host has ended; 0 without one.
         composite_block_ids: per sub-manager int32 [n], -1 where a window slid out.
     """
 

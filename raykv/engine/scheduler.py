@@ -172,7 +172,11 @@ class Scheduler:
     def schedule(self) -> list[tuple[Task, int]]:
         """Tasks of the next step with the tokens each computes: decodes first, then prefills."""
         preempted = self._grow_decodes()
-        step = [(task, 1) for task in self.running if task.num_remaining == 1]
+        step = [
+            (task, 1)
+            for task in self.running
+            if task.num_remaining == 1 and not self._is_loading(task)
+        ]
         budget = self._budget - len(step)
         for task in self.running:
             if task.num_remaining > 1 and budget > 0 and not self._is_loading(task):

@@ -1,0 +1,126 @@
+"""Starting and finding the host tiers of a pool: one actor per node, or per rank."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raykv.actors.ray_pool import RayHierarchyPool
+from raykv.actors.ray_rank import RayRank
+from raykv.actors.tier_actor import RayTier, tier_class
+from raykv.config import PoolConfig
+from raykv.errors import ConfigError, RankUnavailableError
+from raykv.tier_handle import TierHandle
+
+_READY_S = 60.0
+
+
+class TierStarter:
+    """Starts host tiers.
+
+    Args:
+        config: the pool's.
+        name: prefix of the actors' names, ``name-host-0`` and so on; None leaves them unnamed.
+        namespace: the Ray namespace of those names.
+        lifetime: of the actors.
+        cleanup: where it leaves how they are ended.
+    """
+
+    def __init__(
+        self,
+        config: PoolConfig,
+        name: str | None,
+        namespace: str | None,
+        lifetime: str | None,
+        cleanup: contextlib.ExitStack,
+    ) -> None:
+        self._config = config
+        self._name = name
+        self._namespace = namespace
+        self._lifetime = lifetime
+        self._cleanup = cleanup
+        self._num_started = 0
+
+    def start(self, node_id: str, block_bytes: int) -> RayTier:
+        """Start one on a node, and wait until it is there.
+
+        Raises:
+            ConfigError: the node has not that much memory for actors.
+            RankUnavailableError: it was not there in time, since others hold the memory.
+        """
+        host = self._config.host
+        assert host is not None, "tiers are started where host is configured"
+        num_bytes = host.num_blocks * block_bytes
+        need = f"a host tier of {host.num_blocks} blocks needs {num_bytes / 2**30:.2f} GiB"
+        node = next(node for node in ray.nodes() if node["NodeID"] == node_id)
+        total = node["Resources"].get("memory", 0)
+        if num_bytes > total:
+            raise ConfigError(
+                f"{need}, but its node gives Ray's actors {total / 2**30:.2f} GiB: lower "
+                "host.num_blocks, or start the node with `ray start --memory`"
+            )
+        options: dict[str, Any] = {
+            "num_cpus": 0, "memory": num_bytes, "lifetime": self._lifetime,
+            "max_restarts": self._config.ray.max_restarts,
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
+        }  # fmt: skip
+        if self._name is not None:
+            options |= {"name": f"{self._name}-host-{self._num_started}"}
+            options |= {"namespace": self._namespace}
+        self._num_started += 1
+        actor = tier_class(**options).remote(self._config)
+        self._cleanup.callback(_kill, actor)
+        try:
+            ray.get(actor.ready.remote(), timeout=_READY_S)
+        except GetTimeoutError:
+            free = ray.available_resources().get("memory", 0)
+            raise RankUnavailableError(
+                f"{need}, and was not there within {_READY_S:g} s: {free / 2**30:.2f} GiB are free "
+                "in the cluster; end what holds the rest, or lower host.num_blocks"
+            ) from None
+        return RayTier(actor)
+
+    def connect(self, pool: RayHierarchyPool, ranks: list[RayRank]) -> None:
+        """Start the tiers that a new pool needs, and connect its ranks."""
+        by_rank = self._config.host is not None and self._config.host.scope == "rank"
+        tiers: list[TierHandle] = []
+        tier_on: dict[str, int] = {}
+        tier_of = []
+        for rank in ranks:
+            if by_rank or rank.node_id not in tier_on:
+                tier_on[rank.node_id] = len(tiers)
+                tiers.append(self.start(rank.node_id, rank.info.block_bytes))
+            tier_of.append(tier_on[rank.node_id])
+        pool.start_tier = self.start
+        pool.adopt_tiers(tiers, tier_of, tier_on)
+        pool.connect_ranks()
+
+
+def find_tiers(pool: RayHierarchyPool, ranks: list[RayRank], starter: TierStarter) -> None:
+    """Let a pool know the tiers that its ranks use already.
+
+    Raises:
+        RankUnavailableError: a rank does not say.
+    """
+    actors = [rank.find_tier() for rank in ranks]
+    tiers: list[TierHandle] = []
+    tier_of, tier_on, seen = [], {}, {}
+    for rank, actor in zip(ranks, actors, strict=True):
+        key = actor._actor_id.hex()  # noqa: SLF001 - handles of one actor are not equal
+        if key not in seen:
+            seen[key] = len(tiers)
+            tiers.append(RayTier(actor))
+        tier_on[rank.node_id] = seen[key]
+        tier_of.append(seen[key])
+    pool.start_tier = starter.start
+    pool.adopt_tiers(tiers, tier_of, tier_on)
+
+
+def _kill(actor: Any) -> None:
+    if ray.is_initialized():
+        with contextlib.suppress(RayError, ValueError):
+            ray.kill(actor)
