@@ -8,6 +8,7 @@ import select
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
@@ -134,7 +135,9 @@ class TierHost:
     def stats(self) -> HostTierStats:
         """Count blocks."""
         with self._lock:
-            return self._open().stats()
+            stats = self._open().stats()
+            block_bytes = 0 if self._slab is None else self._slab.block_bytes
+            return replace(stats, block_bytes=block_bytes)
 
     def pid(self) -> int:
         """The process that the tier lives in."""

@@ -103,7 +103,20 @@ def demo(
     ] = None,
     num_blocks: Annotated[
         int | None,
-        typer.Option(help="KV blocks per rank, the padding block included.", show_default="512"),
+        typer.Option(
+            "--num-blocks",
+            "--device-blocks",
+            help="KV blocks per rank, the padding block included.",
+            show_default="512",
+        ),
+    ] = None,
+    host_blocks: Annotated[
+        int | None,
+        typer.Option(
+            help="Blocks of host memory that keep what falls out of the ranks, the padding block "
+            "included.",
+            show_default="none",
+        ),
     ] = None,
     block_size: Annotated[
         int | None, typer.Option(help="Tokens per block.", show_default="16")
@@ -149,6 +162,7 @@ def demo(
         quick,
         eviction,
         model_class,
+        host_blocks,
     )
     from .demo_command import demo_command, profile_command  # noqa: PLC0415
 
