@@ -61,7 +61,7 @@ class Figures:
         lost_state_logit_diff: as corrupted_logit_diff, with the state zeroed instead; None for
             models that have none.
         device_hit_tokens: of the hit tokens, those that were still in their rank's blocks.
-        host_hit_tokens: those that came back from host memory; 0 without, as what follows, up to tier_faults.
+        host_hit_tokens: those that came back from host memory; 0 without, as all up to tier_faults.
         offloaded_blocks: blocks that were copied to the host.
         loaded_blocks: blocks that were copied back.
         offloaded_bytes: the bytes of the former.
