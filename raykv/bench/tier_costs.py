@@ -111,23 +111,30 @@ class TierBench:
 
     def offload(self, sequences: list[Sequence]) -> None:
         """End sequences, until all of their blocks are on the host and none on the device."""
-        self.start_offload(sequences)
+        self.offload_all(sequences)
         self.settle()
         self.drop(sequences)
 
-    def start_offload(self, sequences: list[Sequence]) -> None:
-        """Offer what sequences have computed, start the copies, report them."""
+    def offload_all(self, sequences: list[Sequence]) -> list[Sequence]:
+        """Offer what sequences have computed, copy it, report that; returns them."""
         tier = self.kv.tier
         assert tier is not None, "the bench has one"
         for sequence in sequences:
             tier.offload(sequence)
         self.settle()
+        return sequences
 
-    def load(self, sequences: list[Sequence]) -> None:
-        """Admit sequences and load what the host has of them."""
+    def load(self, sequences: list[Sequence]) -> list[Sequence]:
+        """Admit sequences and load what the host has of them; returns them."""
         assert self.kv.allocate(sequences), "the device is large enough"
         self.settle()
         assert all(sequence.kv_state.num_loaded_tokens for sequence in sequences), "all are stored"
+        return sequences
+
+    def admit(self, sequences: list[Sequence]) -> list[Sequence]:
+        """Admit sequences; plans loads, but starts none. Returns them."""
+        assert self.kv.allocate(sequences), "the device is large enough"
+        return sequences
 
     def settle(self) -> None:
         """Move on until nothing is under way; waiting takes no processor time."""
@@ -163,7 +170,7 @@ def rows(num_host_blocks: int = NUM_HOST_BLOCKS, num_runs: int = 100) -> Iterato
             length = BATCH // num_sequences
             yield measure(
                 f"offload {num_sequences} x {length} blocks, per block", "RankTier",
-                lambda sequences: (bench.start_offload(sequences), sequences)[1],
+                bench.offload_all,
                 prepare=lambda n=num_sequences, k=length: bench.computed(n, k),  # type: ignore[misc]
                 after=bench.drop, num_runs=num_runs, num_calls=BATCH,
                 target_us=OFFLOAD_TARGET_US, clock=time.thread_time_ns,
@@ -172,20 +179,19 @@ def rows(num_host_blocks: int = NUM_HOST_BLOCKS, num_runs: int = 100) -> Iterato
             length = BATCH // num_sequences
             yield measure(
                 f"admit and load {num_sequences} x {length} blocks, per block", "RankTier",
-                lambda sequences: (bench.load(sequences), sequences)[1],
+                bench.load,
                 prepare=lambda n=num_sequences, k=length: bench.stored(n, k),  # type: ignore[misc]
                 after=bench.drop, num_runs=num_runs, num_calls=BATCH,
                 clock=time.thread_time_ns,
             )  # fmt: skip
-        for name, kind, one in (
-            ("no host tier", "prompts", plain),
-            ("the host has nothing", "prompts", bench),
-            ("the host has it: a load is planned", "stored", bench),
+        for name, one, prepare in (
+            ("no host tier", plain, plain.prompts),
+            ("the host has nothing", bench, bench.prompts),
+            ("the host has it: a load is planned", bench, bench.stored),
         ):
             yield measure(
-                f"admit 64 blocks, {name}", "RankKV",
-                lambda sequences, kv=one.kv: (kv.allocate(sequences), sequences)[1],  # type: ignore[misc]
-                prepare=lambda one=one, kind=kind: getattr(one, kind)(1, 64),  # type: ignore[misc]
+                f"admit 64 blocks, {name}", "RankKV", one.admit,
+                prepare=lambda make=prepare: make(1, 64),  # type: ignore[misc]
                 after=one.drop, num_runs=num_runs, clock=time.thread_time_ns,
             )  # fmt: skip
 

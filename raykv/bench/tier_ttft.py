@@ -63,7 +63,7 @@ class Sizes:
         return self.num_working_blocks // _OVERCOMMIT
 
 
-QUICK = Sizes(num_first_tokens=256, num_returns=1)
+QUICK = Sizes(num_conversations=6, num_first_tokens=192, num_returns=1)
 
 
 @dataclass(frozen=True, slots=True)

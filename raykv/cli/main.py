@@ -290,10 +290,43 @@ def linear(
     as_json: _Json = False,
 ) -> None:
     """Checkpoints of recurrent state: what they cost, and how much of a prompt they save."""
-    from .linear_command import LinearOptions, parts_of, run_linear  # noqa: PLC0415
+    from .bench_command import parts_of  # noqa: PLC0415
+    from .linear_command import LinearOptions, Part, run_linear  # noqa: PLC0415
 
-    options = LinearOptions(parts_of(only), trace, chats, visits, conversations, plot, quick)
+    options = LinearOptions(parts_of(Part, only), trace, chats, visits, conversations, plot, quick)
     run_linear(options, as_json=as_json)
+
+
+@bench_app.command()
+def tiers(
+    *,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PART",
+            help="copies: bandwidth to and from the host; costs: microseconds and messages of the "
+            "books; ttft: time to the first token of conversations that come back. May be given "
+            "several times.",
+            show_default="all",
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw copies and ttft: .svg, .png or .pdf.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Do little: only to see that all works.")
+    ] = False,
+    as_json: _Json = False,
+) -> None:
+    """Host memory behind the devices: what it costs, and how much sooner first tokens come.
+
+    The exit status is 1 if answers differ with and without it.
+    """
+    from .bench_command import parts_of  # noqa: PLC0415
+    from .tiers_command import Part, TiersOptions, run_tiers  # noqa: PLC0415
+
+    if not run_tiers(TiersOptions(parts_of(Part, only), plot, quick), as_json=as_json):
+        raise typer.Exit(1)
 
 
 def run(arguments: list[str] | None = None, command: typer.Typer = app, name: str = "raykv") -> int:

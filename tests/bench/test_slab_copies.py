@@ -24,10 +24,7 @@ def test_every_kind_of_batch_is_measured():
 
 def test_only_large_batches_without_checksums_have_a_target():
     figures = measure((8 << 20, BATCH_BYTES), block_sizes=(4 << 20,), num_rounds=1)
-    found = {
-        (figure.batch_mib, figure.with_checksums): figure.target_share
-        for figure in figures
-    }
+    found = {(figure.batch_mib, figure.with_checksums): figure.target_share for figure in figures}
     assert found == {
         (8, False): None, (8, True): None, (64, False): TARGET_SHARE, (64, True): None
     }  # fmt: skip
