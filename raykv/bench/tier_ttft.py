@@ -131,17 +131,16 @@ def variants(sizes: Sizes) -> dict[str, dict[str, Any]]:
     return {DEVICE_ONLY: {}, HOST: {"host": {"num_blocks": num_host_blocks}}}
 
 
-def measure(sizes: Sizes | None = None, model: str = MODEL) -> Iterator[ReturningTurns]:
+def measure(sizes: Sizes, model: str) -> Iterator[ReturningTurns]:
     """Serve all variants, in turns; yields one record each.
 
     Args:
-        sizes: how much; the default takes one to three minutes.
+        sizes: how much.
         model: a known name, or a folder.
 
     Raises:
         ConfigError: the model cannot be had.
     """
-    sizes = sizes or Sizes()
     with ExitStack() as stack:
         served = {
             name: _Served(stack.enter_context(local_pool(_config(sizes, model, settings))))

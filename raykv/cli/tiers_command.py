@@ -85,7 +85,7 @@ def run_tiers(options: TiersOptions, *, as_json: bool) -> bool:
 def _copies(options: TiersOptions, *, as_json: bool) -> list[Figure]:
     from raykv.bench import slab_copies  # noqa: PLC0415
 
-    sizes, num_rounds = slab_copies.BATCH_SIZES, 15
+    sizes, num_rounds = slab_copies.BATCH_SIZES, 31
     if options.is_quick:
         sizes, num_rounds = sizes[:2], 5
     measured = slab_copies.measure(sizes, (_BLOCK_BYTES,), num_rounds)
@@ -159,7 +159,7 @@ def _first_tokens(options: TiersOptions, *, as_json: bool) -> list[ReturningTurn
     with Steps() as steps, steps.step(f"model {tier_ttft.MODEL}") as update:
         fetch(tier_ttft.MODEL, update)
     sizes = tier_ttft.QUICK if options.is_quick else tier_ttft.Sizes()
-    found = list(told(tier_ttft.measure(sizes), as_json=as_json))
+    found = list(told(tier_ttft.measure(sizes, tier_ttft.MODEL), as_json=as_json))
     if not as_json:
         Console().print(_turns_table(found))
     return found
@@ -187,5 +187,5 @@ def _turns_table(turns: list[ReturningTurns]) -> Table:
         )
     same = all(one.outputs_equal for one in turns)
     answers = "all answers are equal" if same else "ANSWERS DIFFER"
-    table.caption = f"prompt tokens computed, found on the device, loaded from the host; {answers}"
+    table.caption = f"prompt tokens computed, kept, loaded; {answers}"
     return table
