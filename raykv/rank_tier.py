@@ -79,7 +79,7 @@ class RankTier:
             self._offloads.add(tokens, sequence.namespace, ids)
 
     def forget(self, row: int) -> None:
-        """A row's sequence is gone, or waits no more."""
+        """A row's sequence goes."""
         self._loads.forget(row)
 
     def cancel_unstarted_offloads(self) -> int:
@@ -92,10 +92,6 @@ class RankTier:
         self.link.epoch = max(self.link.epoch, epoch)
 
     # -- moving on ------------------------------------------------------------------------------
-
-    def waits(self, sequence: Sequence) -> bool:
-        """Whether a load of a sequence is planned or under way."""
-        return self._loads.waits(sequence)
 
     @property
     def is_idle(self) -> bool:

@@ -16,6 +16,7 @@ from raykv.core.sequence import Sequence
 from raykv.errors import ConfigError
 from raykv.memory.buffers import KVBuffers
 from raykv.memory.copy_batches import CopyFaults
+from raykv.rank_states import RankStates
 from raykv.rank_tier import RankTier
 from raykv.tier_handle import TierHandle
 from raykv.tier_link import TierLink
@@ -36,6 +37,7 @@ class RankTiering(KVCacheManager):
     block_size: int
     block_manager: BlockManagerImpl
     buffers: KVBuffers | None
+    states: RankStates | None
     tier: RankTier | None = None
     _rows: Rows
     _host_hits: dict[int, LoadEnd]  # by row
@@ -80,10 +82,6 @@ class RankTiering(KVCacheManager):
             prefill_rate=prefill_rate,
             patience_s=0.0 if store is None else store.prefetch_timeout_s,
         )
-
-    def is_loading(self, sequence: Sequence) -> bool:
-        """See KVCacheManager."""
-        return self.tier is not None and self.tier.waits(sequence)
 
     def pump_tier(self, *, starts: bool = True) -> list[LoadEnd]:
         """Move on what is under way to and from the host; waits for nothing.
@@ -174,16 +172,12 @@ class RankTiering(KVCacheManager):
 
     def _take(self, end: LoadEnd) -> None:
         sequence, row = end.sequence, end.sequence.single_block_id
-        if row is None:
-            return
+        assert row is not None, "a load is forgotten with its row"
         self._host_hits[row] = end
         if sequence.driver_id != ENGINE:
             self._ended.setdefault(sequence.driver_id, []).append(end)
         if end.num_blocks:
-            num_tokens = end.num_blocks * self.block_size
-            sequence.kv_state.num_computed_tokens += num_tokens
-            sequence.kv_state.num_loaded_tokens = sequence.kv_state.num_computed_tokens
-            self._num_host_hit += num_tokens
+            self._num_host_hit += end.num_blocks * self.block_size
             self._publish(sequence, row)
 
     def _leave(self, load: Load) -> None:
@@ -191,6 +185,8 @@ class RankTiering(KVCacheManager):
         sequence = load.sequence
         assert sequence is not None, "it waits"
         num_blocks = sequence.kv_state.num_blocks
+        if sequence.driver_id != ENGINE:
+            return  # its driver would not hear of other blocks in time
         if self.block_manager.num_available_blocks < num_blocks - load.first_block:
             return  # wait on
         assert self.tier is not None, "it has a load"
@@ -202,7 +198,8 @@ class RankTiering(KVCacheManager):
 
     def _tell_tier(self, new: list[Sequence]) -> None:
         """Sequences were admitted."""
-        if self.tier is not None:
+        # Of models with recurrent state, KV alone is of no use.
+        if self.tier is not None and self.states is None:
             for sequence in new:
                 self.tier.want(sequence)
             self.tier.talk()

@@ -67,7 +67,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class LoadEnd:
-    """How a load ended.
+    """How a load ended; what it brought counts as computed.
 
     Attributes:
         sequence: whose.
@@ -134,18 +134,6 @@ class Loads:
         """Sequences that wait."""
         return len(self._of_row)
 
-    def waits(self, sequence: Sequence) -> bool:
-        """Whether a load of a sequence is planned or under way."""
-        return sequence.is_loading
-
-    @property
-    def next_ask_s(self) -> float | None:
-        """When somebody wants to ask again; None if nobody does."""
-        return min(
-            (load.ask_s for load in self._of_row.values() if load.stage is Stage.TO_ASK),
-            default=None,
-        )
-
     def want(self, sequence: Sequence) -> None:
         """Plan a load for a sequence that was just admitted, if the host could have more of it."""
         state, row = sequence.kv_state, sequence.single_block_id
@@ -164,7 +152,8 @@ class Loads:
         self._of_row[row] = Load(sequence, tokens, first, now, ask_s=now)
 
     def forget(self, row: int) -> None:
-        """The sequence of a row goes, or does not want to wait."""
+        """The sequence of a row goes."""
+        self.ended = [end for end in self.ended if end.sequence.single_block_id != row]
         load = self._of_row.pop(row, None)
         if load is None:
             return
@@ -290,11 +279,14 @@ class Loads:
         count_outcomes(self._totals, "loads", outcomes)
         if self._link.is_up:  # tickets of a tier that was lost mean nothing to the next
             self.reports.append(LoadResult(load.ticket.id, outcomes))
+        targets = load.blocks.index
         load.blocks.release()
         sequence = load.sequence
         if sequence is None:
             return
-        if not self._is_wanted(load):
+        stop = load.first_block + len(targets)
+        is_there = np.array_equal(sequence.kv_state.block_ids[load.first_block : stop], targets)
+        if not is_there or not self._is_wanted(load):
             num_ok = 0
         self._totals["loaded"] += num_ok
         reason = ""
@@ -318,6 +310,10 @@ class Loads:
             self._end(sequence, reason, num_ok)
 
     def _end(self, sequence: Sequence, reason: str, num_ok: int = 0) -> None:
+        state = sequence.kv_state
+        if num_ok:
+            state.num_computed_tokens += num_ok * state.block_size
+            state.num_loaded_tokens = state.num_computed_tokens
         sequence.is_loading = False
         sequence.host_kv_state = KVCacheState()
         self.ended.append(LoadEnd(sequence, num_ok, reason))
