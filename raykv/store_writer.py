@@ -136,8 +136,8 @@ class StoreWriter:
         Returns:
             ``in_line``: notes that wait now; ``notes``, ``notes_dropped``: as the line was full.
             Blocks: ``put``; ``there``: that the store had already; ``gone``: that were not on the
-            host any more, or behind such; ``corrupt``: that were found damaged; ``refused``: that the store
-            did not take, or would not have; ``failed``: notes that ended in an error, see
+            host any more, or behind such; ``corrupt``: that were found damaged; ``refused``: that
+            the store did not take, or behind such; ``failed``: notes that ended in an error, see
             ``last_error``.
         """
         names = ("notes", "notes_dropped", "put", "there", "gone", "corrupt", "refused", "failed")

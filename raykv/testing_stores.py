@@ -95,8 +95,8 @@ class FaultyStore(KVStore):
         return [is_there and not self.faults.is_missed() for is_there in there]
 
     def stats(self) -> StoreStats:
-        """See KVStore: the real store's."""
-        return self._store.stats()
+        """See KVStore: the real store's, and the calls that failed."""
+        return self._store.stats() + StoreStats(errors=self.faults.counts["fails"])
 
     async def close(self) -> None:
         """See KVStore; nothing goes wrong."""
