@@ -1,4 +1,4 @@
-"""Slabs whose blocks all differ, and servers of them in this process, another one, and dishonest."""
+"""Slabs whose blocks all differ, and servers of them: in other processes, and dishonest."""
 
 from __future__ import annotations
 

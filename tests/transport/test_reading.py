@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -26,7 +28,7 @@ from .slabs import CORRUPT, FAILED, OK, STALE
 def test_consecutive_rows(ids):
     runs = consecutive(np.array(ids, np.int64))
     assert [row for run in runs for row in range(run.start, run.stop)] == ids
-    for one, other in zip(runs, runs[1:], strict=False):
+    for one, other in itertools.pairwise(runs):
         assert one.stop != other.start
 
 

@@ -211,13 +211,12 @@ def test_a_damaged_row(own, target):
 
     async def main(server):
         transport = TcpTransport(SECRET)
-        outcomes = []
-        for part in (ids, ids[20:]):
-            outcomes.append(
-                await transport.read_rows(
-                    server.address, request_for(own, part), target.blocks, part, lambda num: None
-                )
+        outcomes = [
+            await transport.read_rows(
+                server.address, request_for(own, part), target.blocks, part, lambda num: None
             )
+            for part in (ids, ids[20:])
+        ]
         stats = transport.stats()
         await transport.close()
         return outcomes, stats

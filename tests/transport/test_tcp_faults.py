@@ -123,7 +123,7 @@ def test_cancelled_in_the_middle(source, target, served):
                 served.address, request_for(source, IDS), target.blocks, IDS, on_blocks
             )
 
-        task = asyncio.create_task(attempt(once(lambda: task.cancel())))
+        task = asyncio.create_task(attempt(once(lambda: asyncio.current_task().cancel())))
         with pytest.raises(asyncio.CancelledError):
             await task
         target.blocks[1:] = 9  # somebody else's now
