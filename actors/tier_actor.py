@@ -14,7 +14,7 @@ from raykv.errors import RankUnavailableError
 from raykv.host_stats import HostTierStats
 from raykv.tier_handle import TierHandle
 from raykv.tier_host import TierHost
-from raykv.tier_messages import TierInfo
+from raykv.tier_messages import BlockKind, TierInfo
 
 _MAX_CONCURRENCY = 8  # calls are short, but for those that wait for a store
 
@@ -37,9 +37,9 @@ class TierActor:
         """See TierHost.exchange; packed both ways."""
         return pack(self._host.exchange(unpack(parts)))
 
-    def join(self, client_id: str, pid: int, block_bytes: int) -> TierInfo:
+    def join(self, client_id: str, pid: int, blocks: BlockKind) -> TierInfo:
         """See TierHost."""
-        return self._host.join(client_id, pid, block_bytes)
+        return self._host.join(client_id, pid, blocks)
 
     def renew(self, client_id: str) -> bool:
         """See TierHost."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Self
 
 from raykv.config import PoolConfig
 from raykv.core.kv_cache_manager import Sequences, flatten
+from raykv.core.sequence import Sequence
 from raykv.errors import ConfigError, RaykvError
 from raykv.host_stats import HostTierStats
 from raykv.pool import BlockManagerPool
@@ -40,6 +42,12 @@ class HierarchyBlockManagerPool(BlockManagerPool):
     _tier_of: list[int]
     _has_tiers = True
 
+    def __init__(self, config: PoolConfig, ranks: list[RankHandle]) -> None:
+        super().__init__(config, ranks)
+        self._prefetching: weakref.WeakKeyDictionary[Sequence, TierHandle] = (
+            weakref.WeakKeyDictionary()
+        )
+
     @classmethod
     def local(cls, config: PoolConfig | str | Path) -> Self:
         """A pool whose ranks and host tiers live in this process, without Ray.
@@ -54,7 +62,7 @@ class HierarchyBlockManagerPool(BlockManagerPool):
         pool = super().local(config)
         try:
             num_tiers = pool.config.dp_size if config.host.scope == "rank" else 1
-            tiers = [LocalTier(TierHost(pool.config)) for _ in range(num_tiers)]
+            tiers = [LocalTier(TierHost(pool.config, index)) for index in range(num_tiers)]
             pool.use_tiers([*tiers], [rank % num_tiers for rank in range(pool.config.dp_size)])
         except BaseException:
             pool.close()
@@ -112,6 +120,43 @@ class HierarchyBlockManagerPool(BlockManagerPool):
         nothing = TransferReport()
         reports = self._of_all([rank.transfer() for rank in self.ranks], nothing)
         return sum(reports, nothing)
+
+    # -- the store ------------------------------------------------------------------------------
+
+    def prefetch_from_storage(self, request: Sequences) -> None:
+        """Begin to read what the store has of prompts into host memory, while they wait.
+
+        On the host tier of the rank that ``select_rank`` names now. Waits for nothing but that
+        tier's word.
+        """
+        begun = []
+        for sequence in flatten(request):
+            tier = self.tier_of(self.ranks[self.select_rank(sequence)])
+            self._prefetching[sequence] = tier
+            begun.append(tier.prefetch(sequence.token_ids, sequence.namespace))
+        for future in begun:
+            future.result()
+
+    def update_prefetch_result(self, request: Sequences, timeout_s: float) -> bool:
+        """Wait for what ``prefetch_from_storage`` began, then give up what has not arrived.
+
+        What has arrived can be loaded: ``allocate`` finds it.
+
+        Args:
+            request: as given to ``prefetch_from_storage``.
+            timeout_s: seconds to wait for all of it.
+
+        Returns:
+            Whether all that the store said it has is on the host.
+        """
+        waiting = []
+        for sequence in flatten(request):
+            tier = self._prefetching.pop(sequence, None)
+            if tier is not None:
+                tokens, namespace = sequence.token_ids, sequence.namespace
+                waiting.append(tier.wait_prefetch(tokens, namespace, timeout_s))
+        answers = [future.result() for future in waiting]
+        return all(answers)
 
     # -- counters -------------------------------------------------------------------------------
 

@@ -18,9 +18,11 @@ from raykv.memory.buffers import KVBuffers
 from raykv.memory.copy_batches import CopyFaults
 from raykv.rank_states import RankStates
 from raykv.rank_tier import RankTier
+from raykv.store import layout_name
 from raykv.tier_handle import TierHandle
 from raykv.tier_link import TierLink
 from raykv.tier_loads import Load, LoadEnd
+from raykv.tier_messages import BlockKind
 from raykv.transfer_report import TransferReport
 
 ENGINE = "engine"  # whose sequences are the engine's; drivers have other names
@@ -31,6 +33,7 @@ class RankTiering(KVCacheManager):
 
     Attributes:
         tier: the rank's traffic with the tier; None without one.
+        weights_name: what names the weights in a store; None where nothing does.
     """
 
     config: PoolConfig
@@ -39,6 +42,7 @@ class RankTiering(KVCacheManager):
     buffers: KVBuffers | None
     states: RankStates | None
     tier: RankTier | None = None
+    weights_name: bytes | None = None
     _rows: Rows
     _host_hits: dict[int, LoadEnd]  # by row
     _ended: dict[str, list[LoadEnd]]  # by driver, until it asks
@@ -69,18 +73,22 @@ class RankTiering(KVCacheManager):
         if config is None or buffers is None:
             raise ConfigError("this rank was configured without host memory: give host.num_blocks")
         self.close_tier()
-        link = TierLink(
-            handle, config, buffers.spec.block_bytes, xp=buffers.xp, wake=wake, faults=faults
-        )
+        spec = buffers.spec
+        blocks = BlockKind(spec.block_bytes, layout_name(spec), self.weights_name)
+        link = TierLink(handle, config, blocks, xp=buffers.xp, wake=wake, faults=faults)
         link.connect()
-        store = self.config.store
+        patience_s = [0.0]
+        if self.config.store is not None:
+            patience_s.append(self.config.store.prefetch_timeout_s)
+        if config.peers:
+            patience_s.append(config.timeout_s)
         self._host_hits, self._ended, self._reported = {}, {}, Counter()
         self.tier = RankTier(
             self.block_manager,
             buffers,
             link,
             prefill_rate=prefill_rate,
-            patience_s=0.0 if store is None else store.prefetch_timeout_s,
+            patience_s=max(patience_s),
         )
 
     def pump_tier(self, *, starts: bool = True) -> list[LoadEnd]:

@@ -7,9 +7,13 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from raykv.core.namespace import Namespace
 from raykv.host_stats import HostTierStats
 from raykv.tier_host import TierHost
-from raykv.tier_messages import TierAnswer, TierCall, TierInfo
+from raykv.tier_messages import BlockKind, TierAnswer, TierCall, TierInfo
 
 
 class TierHandle(ABC):
@@ -19,9 +23,9 @@ class TierHandle(ABC):
     def call(self, method: str, *arguments: Any) -> Future[Any]:
         """Start a method of TierHost; never waits, never raises."""
 
-    def join(self, client_id: str, pid: int, block_bytes: int) -> Future[TierInfo]:
+    def join(self, client_id: str, pid: int, blocks: BlockKind) -> Future[TierInfo]:
         """See TierHost.join."""
-        return self.call("join", client_id, pid, block_bytes)
+        return self.call("join", client_id, pid, blocks)
 
     def renew(self, client_id: str) -> Future[bool]:
         """See TierHost.renew."""
@@ -42,6 +46,24 @@ class TierHandle(ABC):
     def retire(self, weights_version: int) -> Future[int]:
         """See TierHost.retire."""
         return self.call("retire", weights_version)
+
+    def prefetch(self, tokens: NDArray[np.int32], namespace: Namespace) -> Future[bool]:
+        """See TierHost.prefetch."""
+        return self.call("prefetch", tokens, namespace)
+
+    def wait_prefetch(
+        self, tokens: NDArray[np.int32], namespace: Namespace, timeout_s: float
+    ) -> Future[bool]:
+        """See TierHost.wait_prefetch."""
+        return self.call("wait_prefetch", tokens, namespace, timeout_s)
+
+    def drain(self, timeout_s: float) -> Future[bool]:
+        """See TierHost.drain."""
+        return self.call("drain", timeout_s)
+
+    def source_stats(self) -> Future[dict[str, Any]]:
+        """See TierHost.source_stats."""
+        return self.call("source_stats")
 
     def stats(self) -> Future[HostTierStats]:
         """See TierHost.stats."""

@@ -3,23 +3,40 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import select
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from raykv.block_source import Prompt
 from raykv.config import PoolConfig
+from raykv.core.namespace import Namespace
 from raykv.errors import ConfigError, RankUnavailableError
 from raykv.host_stats import HostTierStats
-from raykv.host_tickets import NO_TICKET, LoadTicket, StoreTicket
+from raykv.host_tickets import (
+    NO_TICKET,
+    LoadResult,
+    LoadTicket,
+    Offer,
+    StoreResult,
+    StoreTicket,
+    Want,
+)
 from raykv.host_tier import HostTier
 from raykv.memory.host_slab import HostSlab
-from raykv.tier_messages import TierAnswer, TierCall, TierInfo
+from raykv.peer_source import PeerHandle
+from raykv.tier_messages import Ask, BlockKind, TierAnswer, TierCall, TierInfo
+from raykv.tier_sources import TierSources
+from raykv.transport import RowRequest, TcpServer, TcpTransport, Transport, take_rows
 
 _LOOKS_PER_LEASE = 4
+_MAX_OFFERED = 10_000
 _NOTHING = np.empty(0, np.int32), np.empty(0, np.uint64)
 _NO_STORE = StoreTicket(NO_TICKET, 0, *_NOTHING)
 _NO_LOAD = LoadTicket(NO_TICKET, 0, *_NOTHING, np.empty(0, np.uint64))
@@ -33,21 +50,36 @@ class TierHost:
 
     Args:
         config: the pool's, with ``host``.
+        index: which of the pool's tiers it is; equal after a restart, so that its store is found.
+        transport: how to read other nodes' blocks; by default as ``host.transport`` says.
         clock: seconds, for leases.
 
     Attributes:
         epoch: counts the resets.
     """
 
-    def __init__(self, config: PoolConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        config: PoolConfig,
+        index: int = 0,
+        *,
+        transport: Transport | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         assert config.host is not None, "a host tier is asked for"
         self.config = config
         self.host_config = config.host
         self.epoch = 1
+        self._index = index
+        self._transport = transport
         self._clock = clock
         self._lock = threading.RLock()
         self._books: HostTier | None = None
         self._slab: HostSlab | None = None
+        self._sources: TierSources | None = None
+        self._server: TcpServer | None = None
+        self._peers: list[PeerHandle] = []
+        self._offered: dict[int, Offer] = {}  # what a store may want, by ticket
         self._processes: dict[int, int] = {}  # pidfds, by pid, of other processes
         self._closed = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="raykv-tier-watch", daemon=True)
@@ -55,20 +87,21 @@ class TierHost:
 
     # -- ranks ----------------------------------------------------------------------------------
 
-    def join(self, client_id: str, pid: int, block_bytes: int) -> TierInfo:
+    def join(self, client_id: str, pid: int, blocks: BlockKind) -> TierInfo:
         """Let a rank's process store and load.
 
         Args:
             client_id: its name, never used before.
             pid: its process, on this node.
-            block_bytes: bytes of its blocks.
+            blocks: what its blocks are.
 
         Raises:
-            ConfigError: the memory cannot be had, or the rank's blocks are of another size than
+            ConfigError: the memory or the store cannot be had, or the rank's blocks are others than
                 those of the first one.
+            StoreError: the store's folder cannot be used.
         """
         with self._lock:
-            books, slab = self._made(block_bytes)
+            books, slab = self._made(blocks)
             books.join(client_id, pid, self._clock())
             if pid != os.getpid() and pid not in self._processes:
                 with contextlib.suppress(ProcessLookupError):
@@ -95,17 +128,47 @@ class TierHost:
                 )
             if call.stored:
                 books.stored(call.client_id, call.stored)
+                self._note_stored(call.stored)
             if call.loaded:
                 books.loaded(call.client_id, call.loaded)
             if call.epoch != self.epoch:  # what it has is from before a reset
                 stores = [_NO_STORE] * len(call.offers)
                 return TierAnswer(self.epoch, stores, [_NO_LOAD] * len(call.asks))
             stores = books.offer(call.client_id, call.offers) if call.offers else []
-            wants = [ask.want for ask in call.asks]
-            loads: list[LoadTicket | None] = []
-            if wants:
-                loads += books.find(call.client_id, wants)
-            return TierAnswer(self.epoch, stores, loads)
+            if self._sources is not None:
+                for offer, ticket in zip(call.offers, stores, strict=True):
+                    if ticket.id != NO_TICKET:
+                        self._offered[ticket.id] = offer
+                for tokens, namespace in call.expected:
+                    self._sources.is_coming(self._prompt(tokens, namespace))
+            loads = self._found(books, call.client_id, call.asks)
+            has_sources = self._sources is not None and self._sources.has_any
+            return TierAnswer(self.epoch, stores, loads, has_sources)
+
+    def _found(self, books: HostTier, client_id: str, asks: list[Ask]) -> list[LoadTicket | None]:
+        """Tickets for what is on the host; None where more is on its way and may be waited for."""
+        is_coming = [
+            self._sources is not None
+            and not ask.is_final
+            and self._sources.is_coming(
+                self._prompt(ask.want.tokens, ask.want.namespace, ask.prefill_tokens_per_s)
+            )
+            for ask in asks
+        ]
+        wants = [ask.want for ask, waits in zip(asks, is_coming, strict=True) if not waits]
+        tickets = iter(books.find(client_id, wants) if wants else [])
+        return [None if waits else next(tickets) for waits in is_coming]
+
+    def _note_stored(self, results: list[StoreResult]) -> None:
+        for result in results:
+            offer = self._offered.pop(result.ticket_id, None)
+            if offer is not None and self._sources is not None and result.num_ok:
+                self._sources.note(offer, offer.num_blocks)
+
+    def _prompt(self, tokens: NDArray[np.int32], namespace: Namespace, rate: float = 0.0) -> Prompt:
+        """The blocks of a prompt that can be hit: one token is left to compute."""
+        size = self.config.block_size
+        return Prompt(tokens[: max(0, len(tokens) - 1) // size * size], namespace, rate)
 
     def unmapped(self, client_id: str) -> None:
         """A rank writes nothing any more under this name; what it left under way is over."""
@@ -113,7 +176,76 @@ class TierHost:
             if self._books is not None:
                 self._books.unmapped(client_id)
 
+    # -- other nodes ----------------------------------------------------------------------------
+
+    def serve(self, host: str) -> str | None:
+        """Let other nodes' tiers read this one's memory, which they must know the pool's seed for.
+
+        Args:
+            host: the address of this node to listen on.
+
+        Returns:
+            Where; None until a rank has joined.
+        """
+        with self._lock:
+            if self._slab is None or self.config.hash_seed is None:
+                return None
+            if self._server is None:
+                self._server = TcpServer(self._slab, _secret(self.config.hash_seed), host)
+            return self._server.address
+
+    def set_peers(self, peers: list[PeerHandle]) -> None:
+        """Know the other nodes' tiers."""
+        self._peers = peers
+
+    def lend(self, peer: str, want: Want) -> LoadTicket:
+        """Let another node's tier read what is here of a prompt, until ``give_back``."""
+        with self._lock:
+            books, client_id = self._open(), f"peer-{peer}"
+            books.join(client_id, os.getpid(), self._clock())
+            return books.find(client_id, [want])[0]
+
+    def give_back(self, peer: str, result: LoadResult) -> None:
+        """Another node's tier has read what it was lent; see HostTier.loaded."""
+        with self._lock:
+            self._open().loaded(f"peer-{peer}", [result])
+
+    def take_rows(self, request: RowRequest) -> list[NDArray[np.uint8]]:
+        """Copies of rows, for transports that cannot read the memory; see transport.take_rows."""
+        with self._lock:
+            self._open()
+            slab = self._slab
+        assert slab is not None, "it is open"
+        return take_rows(slab, request)
+
     # -- drivers --------------------------------------------------------------------------------
+
+    def prefetch(self, tokens: NDArray[np.int32], namespace: Namespace) -> bool:
+        """Begin to get what the host lacks of a prompt; whether something is on its way."""
+        with self._lock:
+            self._open()
+            prompt = self._prompt(tokens, namespace)
+            return self._sources is not None and self._sources.is_coming(prompt)
+
+    def wait_prefetch(
+        self, tokens: NDArray[np.int32], namespace: Namespace, timeout_s: float
+    ) -> bool:
+        """Wait for what ``prefetch`` began, then give up the rest; see Prefetches.wait."""
+        with self._lock:
+            books, sources = self._open(), self._sources
+            prompt = self._prompt(tokens, namespace)
+            if sources is None:
+                num_ready = books.num_ready(prompt.tokens, namespace)
+                return num_ready * self.config.block_size >= len(prompt.tokens)
+        return sources.wait(prompt, timeout_s)
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until what was stored on the host is in the store, too; whether it is."""
+        return self._sources is None or self._sources.drain(timeout_s)
+
+    def source_stats(self) -> dict[str, Any]:
+        """Counters of stores and other nodes; empty where there are none."""
+        return {} if self._sources is None else self._sources.stats()
 
     def reset(self) -> tuple[int, int]:
         """Forget everything.
@@ -150,10 +282,17 @@ class TierHost:
             if self._books is not None and self._slab is not None:
                 self._books.check_integrity()
                 self._slab.check_integrity()
+                if self._sources is not None:
+                    self._sources.check_integrity()
 
     def close(self) -> None:
         """Let go of the memory; ranks that have it mapped keep it. Idempotent."""
         self._closed.set()
+        sources, self._sources = self._sources, None
+        if sources is not None:
+            sources.close()
+        if self._server is not None:
+            self._server.close()
         with self._lock:
             if self._slab is not None:
                 self._slab.close()
@@ -163,29 +302,47 @@ class TierHost:
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _made(self, block_bytes: int) -> tuple[HostTier, HostSlab]:
-        config = self.host_config
+    def _made(self, blocks: BlockKind) -> tuple[HostTier, HostSlab]:
+        """The books and the memory, made for the first one who comes."""
         if self._closed.is_set():
             raise RankUnavailableError("the host tier was closed: make a new pool")
         if self._books is None or self._slab is None:
-            slab = HostSlab.create(config.num_blocks, block_bytes)
-            if config.populate:
-                slab.populate()
-            self._books = HostTier(
-                config.num_blocks,
-                self.config.block_size,
-                slab.generations,
-                lease_s=config.lease_s,
-                eviction=config.eviction,
-                hash_seed=self.config.hash_seed,
-            )
-            self._slab = slab
-        if self._slab.block_bytes != block_bytes:
+            self._make(blocks)
+        assert self._books is not None, "it was made"
+        assert self._slab is not None, "it was made"
+        if blocks != self._blocks:
             raise ConfigError(
-                f"a rank with blocks of {block_bytes} bytes cannot share a host tier with ranks"
-                f" whose blocks have {self._slab.block_bytes}: give all the same model and dtype"
+                f"a rank with blocks of {blocks.num_bytes} bytes cannot share a host tier with"
+                f" ranks whose blocks have {self._slab.block_bytes}, or are of another layout or"
+                " model: give all the same model and dtype"
             )
         return self._books, self._slab
+
+    def _make(self, blocks: BlockKind) -> None:
+        config = self.host_config
+        slab = HostSlab.create(config.num_blocks, blocks.num_bytes)
+        if config.populate:
+            slab.populate()
+        books = HostTier(
+            config.num_blocks,
+            self.config.block_size,
+            slab.generations,
+            lease_s=config.lease_s,
+            eviction=config.eviction,
+            hash_seed=self.config.hash_seed,
+        )
+        transport = self._transport
+        if transport is None and config.peers and config.transport == "tcp":
+            assert self.config.hash_seed is not None, "a pool draws it"
+            transport = TcpTransport(_secret(self.config.hash_seed))
+        if self.config.store is not None or transport is not None:
+            self._sources = TierSources(
+                self.config, books, slab, self._lock,
+                layout=blocks.layout, weights=blocks.weights,
+                folder_name=f"tier-{self._index}", transport=transport,
+                peers=lambda: self._peers,
+            )  # fmt: skip
+        self._books, self._slab, self._blocks = books, slab, blocks
 
     def _open(self) -> HostTier:
         if self._books is None or self._closed.is_set():
@@ -199,6 +356,8 @@ class TierHost:
                 if self._books is not None and not self._closed.is_set():
                     self._bury()
                     self._books.expire(self._clock())
+                    if len(self._offered) > _MAX_OFFERED:  # of ranks that are gone
+                        self._offered.clear()
 
     def _bury(self) -> None:
         """Take back what processes held that have ended."""
@@ -211,3 +370,8 @@ class TierHost:
             os.close(self._processes.pop(pid))
             for client_id in self._books.clients.of_process(pid):
                 self._books.confirmed_dead(client_id)
+
+
+def _secret(hash_seed: bytes) -> bytes:
+    """What the pool's tiers know of each other: derived, so that it says nothing of the seed."""
+    return hashlib.blake2b(hash_seed, digest_size=32, person=b"raykv.peers").digest()

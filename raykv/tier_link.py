@@ -12,12 +12,11 @@ from concurrent.futures import Future
 from typing import Any
 
 from raykv.config_host import HostConfig
-from raykv.errors import TransferError
 from raykv.memory.block_copier import BlockCopier
 from raykv.memory.copy_batches import CopyFaults
 from raykv.memory.host_slab import HostSlab
 from raykv.tier_handle import TierHandle
-from raykv.tier_messages import TierAnswer, TierCall, TierInfo
+from raykv.tier_messages import BlockKind, TierAnswer, TierCall, TierInfo
 
 _RENEWALS_PER_LEASE = 4
 _JOIN_AGAIN_S = 0.25
@@ -33,7 +32,7 @@ class TierLink:
     Args:
         handle: the tier.
         config: its configuration.
-        block_bytes: bytes of a block.
+        blocks: what the rank's blocks are.
         xp: the array module of the rank's memory.
         wake: called from other threads when there is something to do.
         faults: what goes wrong with copies on purpose, in tests.
@@ -54,7 +53,7 @@ class TierLink:
         self,
         handle: TierHandle,
         config: HostConfig,
-        block_bytes: int,
+        blocks: BlockKind,
         *,
         xp: Any,
         wake: Callable[[], None],
@@ -63,7 +62,7 @@ class TierLink:
     ) -> None:
         self.handle = handle
         self.config = config
-        self.block_bytes = block_bytes
+        self.blocks = blocks
         self.client_id = ""
         self.epoch = 0
         self.slab: HostSlab | None = None
@@ -76,6 +75,7 @@ class TierLink:
         self._wake = wake
         self._faults = faults
         self._clock = clock
+        self._token = b""  # of the slab
         self._exchange: Future[TierAnswer] | None = None
         self._sent_s = 0.0
         self._joining: Future[TierInfo] | None = None
@@ -127,7 +127,9 @@ class TierLink:
         if exchange is None or not exchange.done():
             return None
         self._exchange = None
-        return exchange.result()
+        answer = exchange.result()
+        self.has_sources = answer.has_sources
+        return answer
 
     def lose(self, error: Exception) -> None:
         """Expect nothing any more of what was said to the tier."""
@@ -170,7 +172,7 @@ class TierLink:
 
     def _start_join(self) -> None:
         self.client_id = uuid.uuid4().hex
-        self._joining = self.handle.join(self.client_id, os.getpid(), self.block_bytes)
+        self._joining = self.handle.join(self.client_id, os.getpid(), self.blocks)
         if not self._joining.done():
             self._joining.add_done_callback(lambda _: self._wake())
 
@@ -178,15 +180,10 @@ class TierLink:
         self._joining = None
         self._unmap()
         self.slab = HostSlab.attach(info.blocks)
-        if self.slab.block_bytes != self.block_bytes:
-            raise TransferError(
-                f"the host tier's blocks have {self.slab.block_bytes} bytes, this rank's"
-                f" {self.block_bytes}"
-            )
         self.slab.register_pinned(self._xp)
         self.copier = BlockCopier(self.slab, xp=self._xp, faults=self._faults, on_done=self._wake)
-        self.epoch = info.epoch
-        self.has_sources = info.has_sources
+        if info.blocks.token != self._token:  # else a reset may be on its way to this rank
+            self._token, self.epoch = info.blocks.token, info.epoch
         self.is_up = True
 
     def _unmap(self) -> None:

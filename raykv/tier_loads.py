@@ -251,7 +251,7 @@ class Loads:
         ids = sequence.kv_state.block_ids[ticket.first_block : stop].astype(np.int64)
         load.blocks = self._manager.pin(ids)
         waiting = sum(len(one.blocks or ()) for one in self._copying) + len(ids)
-        slow_s = waiting * self._link.block_bytes / _SLOWEST_BYTES_PER_S
+        slow_s = waiting * self._link.blocks.num_bytes / _SLOWEST_BYTES_PER_S
         load.late_s = self._clock() + self._link.config.timeout_s + slow_s
         load.copy = copier.submit(
             "load",

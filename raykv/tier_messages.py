@@ -14,6 +14,21 @@ from raykv.memory.host_slab import SlabDescriptor
 
 
 @dataclass(frozen=True, slots=True)
+class BlockKind(Packed):
+    """What a rank's blocks are: ranks that share a tier agree.
+
+    Attributes:
+        num_bytes: of a block.
+        layout: what these bytes mean; see ``raykv.store.layout_name``.
+        weights: what names the weights in a store; None where nothing does.
+    """
+
+    num_bytes: int
+    layout: bytes
+    weights: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class TierInfo(Packed):
     """What a client needs before it copies.
 
@@ -21,13 +36,11 @@ class TierInfo(Packed):
         epoch: counts the resets; see TierCall.
         blocks: where the slab of KV blocks is.
         states: where that of checkpoints of recurrent state is; None where there are none.
-        has_sources: whether the tier can get blocks from a store or another node.
     """
 
     epoch: int
     blocks: SlabDescriptor
     states: SlabDescriptor | None = None
-    has_sources: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +90,10 @@ class TierAnswer(Packed):
         epoch: the tier's now.
         stores: a ticket per offer.
         loads: a ticket per ask; None where more is on its way, so ask again.
+        has_sources: whether the tier can get blocks from a store or another node.
     """
 
     epoch: int
     stores: list[StoreTicket]
     loads: list[LoadTicket | None]
+    has_sources: bool = False

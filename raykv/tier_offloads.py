@@ -73,7 +73,7 @@ class Offloads:
         self._buffers = buffers
         self._link = link
         self._totals = totals
-        self._piece_blocks = max(1, _PIECE_BYTES // link.block_bytes)
+        self._piece_blocks = max(1, _PIECE_BYTES // link.blocks.num_bytes)
         self._queued: deque[Offload] = deque()
         self._offered: list[Offload] = []
         self._granted: deque[Offload] = deque()

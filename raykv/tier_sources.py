@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 from raykv.block_source import BlockSource, Prompt
 from raykv.config import PoolConfig
-from raykv.errors import ConfigError
 from raykv.host_tickets import Offer
 from raykv.host_tier import HostTier
 from raykv.memory.host_slab import HostSlab
@@ -37,13 +36,13 @@ class TierSources:
         slab: its memory.
         lock: held around every use of the books.
         layout: what a block's bytes mean; see ``raykv.store.layout_name``.
-        weights: what names the weights in a store; None where nothing does.
+        weights: what names the weights in a store; None where there is none.
         folder_name: of this tier's disk store.
         transport: reads other nodes' blocks; None if there are no other nodes.
         peers: the other nodes' tiers now.
 
     Raises:
-        ConfigError: the store's settings make no sense, or nothing names the weights.
+        ConfigError: the store's settings make no sense.
         StoreError: the store's folder cannot be used.
     """
 
@@ -61,6 +60,7 @@ class TierSources:
         peers: Callable[[], Sequence[PeerHandle]],
     ) -> None:
         assert config.host is not None, "it is a host tier's"
+        self._peers = peers
         self._writer: StoreWriter | None = None
         self._sources: list[BlockSource] = []
         self._loop = asyncio.new_event_loop()
@@ -75,17 +75,11 @@ class TierSources:
                     PeerSource(peers, transport, block_size=size, block_bytes=block_bytes)
                 )
             if config.store is not None:
-                if weights is None:
-                    raise ConfigError(
-                        "store.weights_id is not given, and the ranks have no model to take a"
-                        " digest of: name the weights, for KV of others under the same name would"
-                        " be served"
-                    )
                 store = self._run(make_store(config.store, folder_name))
-                keys = KVKeys(model_fingerprint(layout, weights), config.block_size)
+                keys = KVKeys(model_fingerprint(layout, weights or b""), config.block_size)
                 self._sources.append(StoreSource(store, keys))
                 self._writer = StoreWriter(
-                    books, slab, lock, store, keys, loop=self._loop, client_id="store-writer"
+                    books, slab, lock, store, keys, loop=self._loop, client_id="writer"
                 )
         except BaseException:
             self._end_loop()
@@ -95,9 +89,14 @@ class TierSources:
             with_checksums=config.host.checksum_rate > 0,
         )  # fmt: skip
 
+    @property
+    def has_any(self) -> bool:
+        """Whether there is anybody to ask."""
+        return self._writer is not None or bool(self._peers())
+
     def is_coming(self, prompt: Prompt) -> bool:
         """Begin to get what the host lacks of a prompt; whether that is under way. Never blocks."""
-        return self._prefetches.start(prompt)
+        return self.has_any and self._prefetches.start(prompt)
 
     def wait(self, prompt: Prompt, timeout_s: float) -> bool:
         """Wait for what was begun, and give up the rest; see Prefetches.wait."""
