@@ -178,18 +178,22 @@ class TierHost:
 
     # -- other nodes ----------------------------------------------------------------------------
 
-    def serve(self, host: str) -> str | None:
-        """Let other nodes' tiers read this one's memory, which they must know the pool's seed for.
+    def serve(self, host: str) -> str:
+        """Let those who know the pool's seed read this tier's memory; see TcpServer.
 
         Args:
             host: the address of this node to listen on.
 
         Returns:
-            Where; None until a rank has joined.
+            Where.
+
+        Raises:
+            RankUnavailableError: there is no memory yet.
         """
         with self._lock:
-            if self._slab is None or self.config.hash_seed is None:
-                return None
+            self._open()
+            assert self._slab is not None, "it is open"
+            assert self.config.hash_seed is not None, "a pool draws it"
             if self._server is None:
                 self._server = TcpServer(self._slab, _secret(self.config.hash_seed), host)
             return self._server.address
