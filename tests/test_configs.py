@@ -235,7 +235,7 @@ def test_state_slots_can_be_switched_off():
     assert not PoolConfig(num_blocks=8).has_linear_state
 
 
-@pytest.mark.parametrize("key", ["manager_types", "xtensor", "host", "store"])
+@pytest.mark.parametrize("key", ["manager_types", "xtensor"])
 @pytest.mark.parametrize("value", [{"num_slots": 4}, {}, [], False])
 def test_sections_of_later_versions_are_refused(key, value):
     message = refusal(**{key: value})
