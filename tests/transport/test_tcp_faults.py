@@ -83,7 +83,7 @@ def test_frozen_in_the_middle(source, target, served):
             target,
             IDS,
             once(served.freeze),
-            timeout_s=0.3,
+            timeout_s=1.0,
         )
         num = num_ok(outcomes)
         assert 0 < num < len(IDS)
