@@ -105,12 +105,14 @@ class RankStates:
 
         Nor is a copy into its state handed out and not acknowledged, which may yet overwrite it.
         """
-        row = sequence.single_block_id
+        row, state = sequence.single_block_id, sequence.kv_state
         plan = None if row is None else self._plans.get(row)
         return (
             plan is not None
-            and plan.num_inherited_tokens == sequence.kv_state.num_computed_tokens
-            and plan.num_inherited_tokens < num_tokens < sequence.num_tokens
+            and plan.num_inherited_tokens == state.num_computed_tokens
+            and state.num_computed_tokens < num_tokens < sequence.num_tokens
+            and num_tokens <= state.num_blocks * self._block_size
+            and num_tokens % self._block_size == 0
             and not self._copies.is_under_way(sequence.driver_id, self._address(sequence))
         )
 

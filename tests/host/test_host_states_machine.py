@@ -146,6 +146,18 @@ class HostStatesMachine(RuleBasedStateMachine):
         findable = sorted(self.world.findable())
         self.world.damage(findable[index % len(findable)])
 
+    @precondition(lambda self: self.world.with_checksums and self.world.findable())
+    @rule(index=picks, where=picks)
+    def read_what_was_damaged(self, index, where):
+        """It is found once more, and then never again."""
+        world, process = self.world, self.process(index)
+        findable = sorted(world.findable().items())
+        slot, (namespace, tokens) = findable[where % len(findable)]
+        world.damage(slot)
+        for is_there in (True, False):
+            got = world.get(process, [*tokens, 1], namespace, min_tokens=len(tokens) - 1)
+            assert got == ((len(tokens), LoadOutcome.CORRUPT) if is_there else None)
+
     @rule()
     def release_quarantine(self):
         self.world.books.release_quarantine()
