@@ -103,7 +103,7 @@ class RankStates:
     def can_restart(self, sequence: Sequence, num_tokens: int) -> bool:
         """Whether ``restart`` may be called: it holds a row, and has computed nothing here yet.
 
-        Nor is a copy into its state handed out and not acknowledged, which may yet overwrite it.
+        Nor is a copy into its state under way: who fetched it may be about to compute from there.
         """
         row, state = sequence.single_block_id, sequence.kv_state
         plan = None if row is None else self._plans.get(row)
