@@ -15,6 +15,7 @@ from raykv.actors.wire import pack, split, unpack
 from raykv.config import PoolConfig
 from raykv.core.namespace import Namespace
 from raykv.errors import RankUnavailableError
+from raykv.host_state_stats import HostStatesStats
 from raykv.host_stats import HostTierStats
 from raykv.host_tickets import LoadResult, LoadTicket, Want
 from raykv.tier_handle import TierHandle
@@ -49,9 +50,9 @@ class TierActor:
         """See TierHost.exchange; packed both ways."""
         return pack(self._host.exchange(unpack(parts)))
 
-    def join(self, client_id: str, pid: int, blocks: BlockKind) -> TierInfo:
+    def join(self, client_id: str, pid: int, kind: BlockKind) -> TierInfo:
         """See TierHost."""
-        return self._host.join(client_id, pid, blocks)
+        return self._host.join(client_id, pid, kind)
 
     def renew(self, client_id: str) -> bool:
         """See TierHost."""
@@ -114,6 +115,10 @@ class TierActor:
     def stats(self) -> HostTierStats:
         """See TierHost."""
         return self._host.stats()
+
+    def state_stats(self) -> HostStatesStats | None:
+        """See TierHost."""
+        return self._host.state_stats()
 
     def check_integrity(self) -> None:
         """See TierHost."""

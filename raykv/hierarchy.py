@@ -13,6 +13,7 @@ from raykv.config import PoolConfig
 from raykv.core.kv_cache_manager import Sequences, flatten
 from raykv.core.sequence import Sequence
 from raykv.errors import ConfigError, RaykvError
+from raykv.host_state_stats import HostStatesStats
 from raykv.host_stats import HostTierStats
 from raykv.pool import BlockManagerPool
 from raykv.rank_handle import RankHandle, results
@@ -171,6 +172,11 @@ class HierarchyBlockManagerPool(BlockManagerPool):
     def host_stats(self) -> list[HostTierStats]:
         """Counters of the host tiers."""
         return [future.result() for future in [tier.stats() for tier in self.tiers]]
+
+    def host_state_stats(self) -> list[HostStatesStats]:
+        """Counters of the checkpoints of recurrent state on the hosts; of no tier without any."""
+        answers = [future.result() for future in [tier.state_stats() for tier in self.tiers]]
+        return [answer for answer in answers if answer is not None]
 
     # -- what also concerns the host ------------------------------------------------------------
 

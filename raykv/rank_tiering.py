@@ -18,6 +18,7 @@ from raykv.memory.buffers import KVBuffers
 from raykv.memory.copy_batches import CopyFaults
 from raykv.rank_states import RankStates
 from raykv.rank_tier import RankTier
+from raykv.state_tiers import StateTiers
 from raykv.store import layout_name
 from raykv.tier_handle import TierHandle
 from raykv.tier_link import TierLink
@@ -74,7 +75,10 @@ class RankTiering(KVCacheManager):
             raise ConfigError("this rank was configured without host memory: give host.num_blocks")
         self.close_tier()
         spec = buffers.spec
-        blocks = BlockKind(spec.block_bytes, layout_name(spec), self.weights_name)
+        states = self.states
+        state_buffers = None if states is None else states.buffers
+        checkpoint_bytes = 0 if state_buffers is None else state_buffers.checkpoint_bytes
+        blocks = BlockKind(spec.block_bytes, layout_name(spec), self.weights_name, checkpoint_bytes)
         link = TierLink(handle, config, blocks, xp=buffers.xp, wake=wake, faults=faults)
         link.connect()
         patience_s = [0.0]
@@ -87,6 +91,9 @@ class RankTiering(KVCacheManager):
             self.block_manager,
             buffers,
             link,
+            None
+            if states is None or state_buffers is None
+            else (StateTiers(states, self.block_manager), state_buffers),
             prefill_rate=prefill_rate,
             patience_s=max(patience_s),
         )
@@ -206,8 +213,7 @@ class RankTiering(KVCacheManager):
 
     def _tell_tier(self, new: list[Sequence]) -> None:
         """Sequences were admitted."""
-        # Of models with recurrent state, KV alone is of no use.
-        if self.tier is not None and self.states is None:
+        if self.tier is not None:
             for sequence in new:
                 self.tier.want(sequence)
             self.tier.talk()

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raykv.core.namespace import Namespace
+from raykv.host_state_stats import HostStatesStats
 from raykv.host_stats import HostTierStats
 from raykv.tier_host import TierHost
 from raykv.tier_messages import BlockKind, TierAnswer, TierCall, TierInfo
@@ -23,9 +24,9 @@ class TierHandle(ABC):
     def call(self, method: str, *arguments: Any) -> Future[Any]:
         """Start a method of TierHost; never waits, never raises."""
 
-    def join(self, client_id: str, pid: int, blocks: BlockKind) -> Future[TierInfo]:
+    def join(self, client_id: str, pid: int, kind: BlockKind) -> Future[TierInfo]:
         """See TierHost.join."""
-        return self.call("join", client_id, pid, blocks)
+        return self.call("join", client_id, pid, kind)
 
     def renew(self, client_id: str) -> Future[bool]:
         """See TierHost.renew."""
@@ -68,6 +69,10 @@ class TierHandle(ABC):
     def stats(self) -> Future[HostTierStats]:
         """See TierHost.stats."""
         return self.call("stats")
+
+    def state_stats(self) -> Future[HostStatesStats | None]:
+        """See TierHost.state_stats."""
+        return self.call("state_stats")
 
     def check_integrity(self) -> Future[None]:
         """See TierHost.check_integrity."""

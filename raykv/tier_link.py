@@ -14,7 +14,7 @@ from typing import Any
 from raykv.config_host import HostConfig
 from raykv.memory.block_copier import BlockCopier
 from raykv.memory.copy_batches import CopyFaults
-from raykv.memory.host_slab import HostSlab
+from raykv.memory.host_slab import HostSlab, SlabDescriptor
 from raykv.tier_handle import TierHandle
 from raykv.tier_messages import BlockKind, TierAnswer, TierCall, TierInfo
 
@@ -44,6 +44,8 @@ class TierLink:
         epoch: the tier's, as far as it was heard.
         slab: the host memory, mapped; None before the first ``connect``.
         copier: copies to and from it; None likewise.
+        states: the host memory of checkpoints; None too where sequences have no recurrent state.
+        states_copier: copies to and from it; None likewise.
         has_sources: whether the tier can get blocks from elsewhere.
         num_lost: how often it was lost.
         last_error: why, for people.
@@ -67,6 +69,8 @@ class TierLink:
         self.epoch = 0
         self.slab: HostSlab | None = None
         self.copier: BlockCopier | None = None
+        self.states: HostSlab | None = None
+        self.states_copier: BlockCopier | None = None
         self.has_sources = False
         self.num_lost = 0
         self.last_error = ""
@@ -103,6 +107,18 @@ class TierLink:
         """Whether the tier has owed an answer for too long."""
         waited = self._clock() - self._sent_s
         return self._exchange is not None and waited > self.config.timeout_s
+
+    @property
+    def is_still(self) -> bool:
+        """Whether no copy is under way, or queued in a copier."""
+        copiers = [one for one in (self.copier, self.states_copier) if one is not None]
+        return not any(one.num_queued + one.num_running for one in copiers)
+
+    def wait_still(self) -> None:
+        """Wait for what the copiers have."""
+        for copier in (self.copier, self.states_copier):
+            if copier is not None:
+                copier.wait_idle()
 
     @property
     def is_free(self) -> bool:
@@ -144,8 +160,7 @@ class TierLink:
         if self.is_up or self._closed.is_set():
             return
         if self._joining is None:
-            is_idle = self.copier is None or not (self.copier.num_queued + self.copier.num_running)
-            if is_idle and self._clock() >= self._join_s:
+            if self.is_still and self._clock() >= self._join_s:
                 self.handle.unmapped(self.client_id)  # no copy under the old name will write
                 self._start_join()
         elif self._joining.done():
@@ -179,19 +194,24 @@ class TierLink:
     def _enter(self, info: TierInfo) -> None:
         self._joining = None
         self._unmap()
-        self.slab = HostSlab.attach(info.blocks)
-        self.slab.register_pinned(self._xp)
-        self.copier = BlockCopier(self.slab, xp=self._xp, faults=self._faults, on_done=self._wake)
+        self.slab, self.copier = self._mapped(info.blocks)
+        if info.states is not None:
+            self.states, self.states_copier = self._mapped(info.states)
         if info.blocks.token != self._token:  # else a reset may be on its way to this rank
             self._token, self.epoch = info.blocks.token, info.epoch
         self.is_up = True
 
+    def _mapped(self, descriptor: SlabDescriptor) -> tuple[HostSlab, BlockCopier]:
+        slab = HostSlab.attach(descriptor)
+        slab.register_pinned(self._xp)
+        return slab, BlockCopier(slab, xp=self._xp, faults=self._faults, on_done=self._wake)
+
     def _unmap(self) -> None:
-        if self.copier is not None:
-            self.copier.close()
-        if self.slab is not None:
-            self.slab.close()
-        self.copier = self.slab = None
+        for copier, slab in ((self.copier, self.slab), (self.states_copier, self.states)):
+            if copier is not None and slab is not None:
+                copier.close()
+                slab.close()
+        self.copier = self.slab = self.states_copier = self.states = None
 
 
 def _renew(link: weakref.ReferenceType[TierLink], closed: threading.Event, lease_s: float) -> None:

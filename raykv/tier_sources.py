@@ -10,14 +10,13 @@ from typing import Any, TypeVar
 from raykv.block_source import BlockSource, Prompt
 from raykv.config import PoolConfig
 from raykv.host_tickets import Offer
-from raykv.host_tier import HostTier
-from raykv.memory.host_slab import HostSlab
 from raykv.peer_source import PeerHandle, PeerSource
 from raykv.prefetches import Prefetches
 from raykv.store import KVKeys, model_fingerprint
 from raykv.store_build import make_store
 from raykv.store_source import StoreSource
 from raykv.store_writer import StoreWriter
+from raykv.tier_books import TierBooks
 from raykv.transport import Transport
 
 T = TypeVar("T")
@@ -32,11 +31,8 @@ class TierSources:
 
     Args:
         config: the pool's, with ``host``.
-        books: of the host tier.
-        slab: its memory.
+        books: of the host tier, with its memory.
         lock: held around every use of the books.
-        layout: what a block's bytes mean; see ``raykv.store.layout_name``.
-        weights: what names the weights in a store; None where there is none.
         folder_name: of this tier's disk store.
         transport: reads other nodes' blocks; None if there are no other nodes.
         peers: the other nodes' tiers now.
@@ -49,17 +45,15 @@ class TierSources:
     def __init__(
         self,
         config: PoolConfig,
-        books: HostTier,
-        slab: HostSlab,
+        books: TierBooks,
         lock: threading.RLock,
         *,
-        layout: bytes,
-        weights: bytes | None,
         folder_name: str,
         transport: Transport | None,
         peers: Callable[[], Sequence[PeerHandle]],
     ) -> None:
         assert config.host is not None, "it is a host tier's"
+        blocks, slab, kind = books.blocks, books.slab, books.kind
         self._peers = peers
         self._writer: StoreWriter | None = None
         self._sources: list[BlockSource] = []
@@ -76,16 +70,17 @@ class TierSources:
                 )
             if config.store is not None:
                 store = self._run(make_store(config.store, folder_name))
-                keys = KVKeys(model_fingerprint(layout, weights or b""), config.block_size)
+                name = model_fingerprint(kind.layout, kind.weights or b"")
+                keys = KVKeys(name, config.block_size)
                 self._sources.append(StoreSource(store, keys))
                 self._writer = StoreWriter(
-                    books, slab, lock, store, keys, loop=self._loop, client_id="writer"
+                    blocks, slab, lock, store, keys, loop=self._loop, client_id="writer"
                 )
         except BaseException:
             self._end_loop()
             raise
         self._prefetches = Prefetches(
-            books, slab, lock, self._sources, loop=self._loop, client_id="prefetches",
+            blocks, slab, lock, self._sources, loop=self._loop, client_id="prefetches",
             with_checksums=config.host.checksum_rate > 0,
         )  # fmt: skip
 
