@@ -86,7 +86,7 @@ class RankTiering(KVCacheManager):
             patience_s.append(self.config.store.prefetch_timeout_s)
         if config.peers:
             patience_s.append(config.timeout_s)
-        self._host_hits, self._ended, self._reported = {}, {}, Counter()
+        self._ended, self._reported = {}, Counter()
         self.tier = RankTier(
             self.block_manager,
             buffers,
@@ -152,26 +152,22 @@ class RankTiering(KVCacheManager):
         if tier is not None:
             tier.close()
 
-    def host_report(self, report: MissReport, sequence: Sequence, row: int) -> MissReport:
-        """Say what came from the host, and why there was no more of it."""
+    def num_host_blocks(self, row: int) -> int:
+        """Blocks of a row that came from the host."""
+        end = self._host_hits.get(row)
+        return 0 if end is None else end.num_blocks
+
+    def host_report(self, report: MissReport, row: int) -> MissReport:
+        """Say what came from the host, and whether something there went wrong."""
         end = self._host_hits.get(row)
         if end is None:
             return report
-        num_loaded = end.num_blocks * self.block_size
-        num_hit = report.num_hit_tokens + num_loaded
-        report = replace(report, num_hit_tokens=num_hit, num_host_tokens=num_loaded)
-        if end.reason:
-            reason: MissReason = end.reason  # type: ignore[assignment]
-            return MissReport(reason, num_hit, num_hit, num_host_tokens=num_loaded)
-        num_admitted = sequence.kv_state.num_admitted_tokens
-        if num_hit == (num_admitted - 1) // self.block_size * self.block_size:
-            is_whole = num_admitted % self.block_size != 0
-            return replace(
-                report,
-                reason="complete" if is_whole else "last_token_kept",
-                token_position=num_hit,
-            )
-        return replace(report, token_position=max(report.token_position, num_hit))
+        report = replace(report, num_host_tokens=end.num_blocks * self.block_size)
+        if not end.reason:
+            return report
+        reason: MissReason = end.reason  # type: ignore[assignment]
+        num_hit, num_host = report.num_hit_tokens, report.num_host_tokens
+        return MissReport(reason, num_hit, num_hit, num_host_tokens=num_host)
 
     @abstractmethod
     def _publish(self, sequence: Sequence, row: int, num_tokens: int | None = None) -> None:

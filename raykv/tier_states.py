@@ -138,8 +138,9 @@ class StateTraffic:
             result, slab = one.copy.result if one.copy is not None else None, self._link.states
             if result is None or slab is None or not self._link.is_up:
                 continue  # tickets of a tier that was lost mean nothing to the next
+            self._totals["states_offloaded"] += result.count(BlockOutcome.OK)
+            self._totals["states_failed"] += result.count(BlockOutcome.FAILED)
             for ticket, is_ok in zip(one.tickets, result.is_ok.tolist(), strict=True):
-                self._totals["states_offloaded" if is_ok else "states_failed"] += 1
                 checksum = int(slab.checksums[ticket.host_slot])
                 self.stored.append(StateStored(ticket.id, is_ok, checksum or None))
 
