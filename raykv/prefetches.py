@@ -292,11 +292,10 @@ class Prefetches:
             if ticket.id == NO_TICKET:
                 self._counts["no_room"] += 1
                 break
-            # If it starts before what the host had, that was reset or evicted meanwhile.
-            is_lost = ticket.first_block < at
-            num_ok = 0 if is_lost else await self._fill(fetch, source, ticket)
-            if is_lost:
+            if ticket.first_block < at:  # what the host had was reset or evicted meanwhile
                 self._publish(fetch, ticket, 0)
+                break
+            num_ok = await self._fill(fetch, source, ticket)
             num_read += num_ok
             at = ticket.first_block + num_ok
             if num_ok < len(ticket.host_ids):
