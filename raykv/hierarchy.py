@@ -183,9 +183,12 @@ class HierarchyBlockManagerPool(BlockManagerPool):
     def reset_prefix_cache(self) -> list[int]:
         """See KVCacheManager; the host tiers forget everything, too.
 
-        They do so first and count an epoch: what ranks had before their own reset is refused.
+        They do so first and count an epoch: what ranks had before their own reset is refused. Of
+        several, each does it twice: in between, one may have read from another what that still had.
+        A store's blocks of before are found by nobody in this pool, but by pools that start later.
         """
-        epochs = [future.result()[0] for future in [tier.reset() for tier in self.tiers]]
+        for _ in self.tiers[:2]:
+            epochs = [future.result()[0] for future in [tier.reset() for tier in self.tiers]]
         counts = super().reset_prefix_cache()
         replies = [rank.begin_epoch(epochs[self._tier_of[rank.dp_rank]]) for rank in self.ranks]
         self._of_all(replies, None)

@@ -224,6 +224,8 @@ class TierHost:
         """
         with self._lock:
             self.epoch += 1
+            if self._sources is not None:
+                self._sources.reset()
             return self.epoch, 0 if self._books is None else self._books.reset()
 
     def retire(self, weights_version: int) -> int:

@@ -56,6 +56,7 @@ class TierSources:
         blocks, slab, kind = books.blocks, books.slab, books.kind
         self._peers = peers
         self._writer: StoreWriter | None = None
+        self._keys: KVKeys | None = None
         self._sources: list[BlockSource] = []
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
@@ -71,7 +72,7 @@ class TierSources:
             if config.store is not None:
                 store = self._run(make_store(config.store, folder_name))
                 name = model_fingerprint(kind.layout, kind.weights or b"")
-                keys = KVKeys(name, config.block_size)
+                self._keys = keys = KVKeys(name, config.block_size)
                 self._sources.append(StoreSource(store, keys))
                 self._writer = StoreWriter(
                     blocks, slab, lock, store, keys, loop=self._loop, client_id="writer"
@@ -101,6 +102,12 @@ class TierSources:
         """A rank has stored the leading blocks of an offer: keep them in the store, too."""
         if self._writer is not None and num_blocks:
             self._writer.note(offer.tokens, offer.namespace, num_blocks)
+
+    def reset(self) -> None:
+        """Find nothing any more of what was stored before, and drop what is under way."""
+        if self._keys is not None:
+            self._keys.renew()
+        self._prefetches.reset()
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until all that was noted is in the store; whether it took no longer than this."""
