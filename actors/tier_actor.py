@@ -37,9 +37,9 @@ class TierActor:
         """See TierHost.exchange; packed both ways."""
         return pack(self._host.exchange(unpack(parts)))
 
-    def join(self, client_id: str, pid: int, block_bytes: int) -> TierInfo:
+    def join(self, client_id: str, pid: int, block_bytes: int, replaces: str = "") -> TierInfo:
         """See TierHost."""
-        return self._host.join(client_id, pid, block_bytes)
+        return self._host.join(client_id, pid, block_bytes, replaces)
 
     def renew(self, client_id: str) -> bool:
         """See TierHost."""

@@ -17,6 +17,7 @@ from raykv.tier_messages import TierCall
 from raykv.tier_offloads import Offloads
 
 _MAX_EXPECTED = 1024
+_QUIESCE_S = 10.0
 
 
 class RankTier:
@@ -89,7 +90,7 @@ class RankTier:
     def begin_epoch(self, epoch: int) -> None:
         """The rank has forgotten its cache, as the tier has: nothing from before is stored."""
         self._offloads.cancel_unstarted()
-        self.link.epoch = max(self.link.epoch, epoch)
+        self.link.begin_epoch(epoch)
 
     # -- moving on ------------------------------------------------------------------------------
 
@@ -121,22 +122,21 @@ class RankTier:
             "num_tier_faults_total": sum(totals[name] for name in faults),
         }
 
-    def pump(self, *, starts: bool = True) -> list[LoadEnd]:
+    def pump(self, driver_id: str | None) -> list[LoadEnd]:
         """Take what has come, start what can be, say what there is to say; waits for nothing.
 
         Args:
-            starts: whether copies are started, loads first.
+            driver_id: whose loads are started, and then all offloads; None starts nothing.
 
         Returns:
             Loads that ended since.
         """
         self.talk()
-        if starts:
-            self.totals["loads_started"] += self._loads.start()
+        if driver_id is not None:
+            self.totals["loads_started"] += self._loads.start(driver_id)
             self.totals["offloads_started"] += self._offloads.start()
         self._send()
-        ended, self._loads.ended = self._loads.ended, []
-        return ended
+        return self.take_ended()
 
     def talk(self) -> None:
         """Take answers and finished copies, and send what is to be said."""
@@ -147,28 +147,41 @@ class RankTier:
         self._send()
         self._receive()  # a tier in this process has answered
 
-    def late(self) -> list[Load]:
+    def late(self, driver_id: str) -> list[Load]:
         """See Loads.late."""
-        return self._loads.late()
+        return self._loads.late(driver_id)
+
+    def num_loading_of(self, driver_id: str) -> int:
+        """Sequences of one driver that wait for a load."""
+        return self._loads.num_loading_of(driver_id)
 
     def give_up(self, load: Load) -> None:
         """See Loads.give_up."""
         self._loads.give_up(load)
 
     def quiesce(self) -> None:
-        """Wait until no copy touches the device's memory; what has not started is given up."""
+        """Wait until no copy touches the device's memory; what has not started is given up.
+
+        Copies that take longer than they may keep their blocks, so that the rank cannot sleep yet.
+        """
         self._offloads.cancel_unstarted()
         if self.link.copier is not None:
-            self.link.copier.wait_idle()
+            self.link.copier.wait_idle(_QUIESCE_S)
         self._offloads.settle()
         self._loads.settle()
 
     def close(self) -> None:
-        """Finish the copy under way and leave the tier; idempotent."""
+        """Finish the copy under way and leave the tier; idempotent. Nobody waits any more."""
         self._offloads.cancel_unstarted()
         self.link.close()
         self._offloads.settle()
         self._loads.settle()
+        self._loads.lose()
+
+    def take_ended(self) -> list[LoadEnd]:
+        """Loads that ended since they were taken last."""
+        ended, self._loads.ended = self._loads.ended, []
+        return ended
 
     # -- inside ---------------------------------------------------------------------------------
 

@@ -53,7 +53,7 @@ class RankTiering(KVCacheManager):
         prefill_rate: Callable[[], float] = lambda: 0.0,
         faults: CopyFaults | None = None,
     ) -> None:
-        """Use a host tier from now on.
+        """Use a host tier from now on; the one that it uses already, the rank keeps.
 
         Args:
             handle: of the node's.
@@ -68,6 +68,8 @@ class RankTiering(KVCacheManager):
         config, buffers = self.config.host, self.buffers
         if config is None or buffers is None:
             raise ConfigError("this rank was configured without host memory: give host.num_blocks")
+        if self.tier is not None and self.tier.link.handle is handle:
+            return
         self.close_tier()
         link = TierLink(
             handle, config, buffers.spec.block_bytes, xp=buffers.xp, wake=wake, faults=faults
@@ -83,27 +85,32 @@ class RankTiering(KVCacheManager):
             patience_s=0.0 if store is None else store.prefetch_timeout_s,
         )
 
-    def pump_tier(self, *, starts: bool = True) -> list[LoadEnd]:
+    def pump_tier(self, driver_id: str | None = None) -> list[LoadEnd]:
         """Move on what is under way to and from the host; waits for nothing.
 
         Args:
-            starts: whether queued copies are started: loads, then offloads.
+            driver_id: who calls: loads of its sequences are started, then offloads of all; None
+                starts nothing. Others' loads are not, for their drivers may be computing already.
 
         Returns:
             Loads that ended: what they brought counts as computed and can be shared.
         """
         if self.tier is None:
             return []
-        for load in self.tier.late():
-            self._leave(load)
-        ended = self.tier.pump(starts=starts)
+        if driver_id is not None:
+            for load in self.tier.late(driver_id):
+                self._leave(load)
+        ended = self.tier.pump(driver_id)
         for end in ended:
             self._take(end)
+        if self.tier.link.is_outdated:
+            self.reset_prefix_cache()
+            self.begin_epoch(self.tier.link.heard_epoch)
         return ended
 
     def transfer(self, driver_id: str) -> TransferReport:
         """Start what is queued, and say what ended since the call before; see TransferReport."""
-        self.pump_tier()
+        self.pump_tier(driver_id)
         if self.tier is None:
             return TransferReport()
         before, totals = self._reported, self.tier.totals
@@ -117,7 +124,7 @@ class RankTiering(KVCacheManager):
             totals["offloaded"] - before["offloaded"],
             {end.sequence.seq_id: end.num_blocks * size for end in ended},
             {end.sequence.seq_id: end.reason for end in ended if end.reason},
-            self.tier.num_loading,
+            self.tier.num_loading_of(driver_id),
             self.tier.num_offloading_blocks,
         )
 
@@ -133,9 +140,11 @@ class RankTiering(KVCacheManager):
 
     def close_tier(self) -> None:
         """Leave the host tier; idempotent."""
-        tier, self.tier = self.tier, None
-        if tier is not None:
-            tier.close()
+        if self.tier is not None:
+            self.tier.close()
+            for end in self.tier.take_ended():
+                self._take(end)
+            self.tier = None
 
     def host_report(self, report: MissReport, sequence: Sequence, row: int) -> MissReport:
         """Say what came from the host, and why there was no more of it."""
@@ -185,8 +194,6 @@ class RankTiering(KVCacheManager):
         sequence = load.sequence
         assert sequence is not None, "it waits"
         num_blocks = sequence.kv_state.num_blocks
-        if sequence.driver_id != ENGINE:
-            return  # its driver would not hear of other blocks in time
         if self.block_manager.num_available_blocks < num_blocks - load.first_block:
             return  # wait on
         assert self.tier is not None, "it has a load"

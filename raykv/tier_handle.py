@@ -19,9 +19,11 @@ class TierHandle(ABC):
     def call(self, method: str, *arguments: Any) -> Future[Any]:
         """Start a method of TierHost; never waits, never raises."""
 
-    def join(self, client_id: str, pid: int, block_bytes: int) -> Future[TierInfo]:
+    def join(
+        self, client_id: str, pid: int, block_bytes: int, replaces: str = ""
+    ) -> Future[TierInfo]:
         """See TierHost.join."""
-        return self.call("join", client_id, pid, block_bytes)
+        return self.call("join", client_id, pid, block_bytes, replaces)
 
     def renew(self, client_id: str) -> Future[bool]:
         """See TierHost.renew."""

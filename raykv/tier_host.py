@@ -36,14 +36,14 @@ class TierHost:
         clock: seconds, for leases.
 
     Attributes:
-        epoch: counts the resets.
+        epoch: counts the resets; a tier that starts again counts on from later.
     """
 
     def __init__(self, config: PoolConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
         assert config.host is not None, "a host tier is asked for"
         self.config = config
         self.host_config = config.host
-        self.epoch = 1
+        self.epoch = self._first_epoch = time.time_ns()
         self._clock = clock
         self._lock = threading.RLock()
         self._books: HostTier | None = None
@@ -55,13 +55,14 @@ class TierHost:
 
     # -- ranks ----------------------------------------------------------------------------------
 
-    def join(self, client_id: str, pid: int, block_bytes: int) -> TierInfo:
+    def join(self, client_id: str, pid: int, block_bytes: int, replaces: str = "") -> TierInfo:
         """Let a rank's process store and load.
 
         Args:
-            client_id: its name, never used before.
+            client_id: its name, which no other process has ever had.
             pid: its process, on this node.
             block_bytes: bytes of its blocks.
+            replaces: a name that it had before, and writes nothing under any more.
 
         Raises:
             ConfigError: the memory cannot be had, or the rank's blocks are of another size than
@@ -69,11 +70,12 @@ class TierHost:
         """
         with self._lock:
             books, slab = self._made(block_bytes)
+            books.unmapped(replaces)
             books.join(client_id, pid, self._clock())
             if pid != os.getpid() and pid not in self._processes:
                 with contextlib.suppress(ProcessLookupError):
                     self._processes[pid] = os.pidfd_open(pid)
-            return TierInfo(self.epoch, slab.descriptor)
+            return TierInfo(self.epoch, self._first_epoch, slab.descriptor)
 
     def renew(self, client_id: str) -> bool:
         """Note a sign of life; whether the client is known."""

@@ -42,7 +42,8 @@ class TierLink:
     Attributes:
         handle: the tier.
         client_id: the rank's name there now.
-        epoch: the tier's, as far as it was heard.
+        epoch: the tier's as of the rank's own last reset: what the rank has is from it.
+        heard_epoch: the tier's, as far as it was heard.
         slab: the host memory, mapped; None before the first ``connect``.
         copier: copies to and from it; None likewise.
         has_sources: whether the tier can get blocks from elsewhere.
@@ -64,8 +65,8 @@ class TierLink:
         self.handle = handle
         self.config = config
         self.block_bytes = block_bytes
-        self.client_id = ""
-        self.epoch = 0
+        self.client_id = uuid.uuid4().hex
+        self.epoch = self.heard_epoch = 0
         self.slab: HostSlab | None = None
         self.copier: BlockCopier | None = None
         self.has_sources = False
@@ -78,6 +79,9 @@ class TierLink:
         self._clock = clock
         self._exchange: Future[TierAnswer] | None = None
         self._sent_s = 0.0
+        self._first_epoch = 0
+        self._behind_s: float | None = None  # since when the tier has another epoch
+        self._replaces = ""  # the name of before it was lost
         self._joining: Future[TierInfo] | None = None
         self._join_s = 0.0
         self._closed = threading.Event()
@@ -127,12 +131,15 @@ class TierLink:
         if exchange is None or not exchange.done():
             return None
         self._exchange = None
-        return exchange.result()
+        answer = exchange.result()
+        self._hear(answer.epoch)
+        return answer
 
     def lose(self, error: Exception) -> None:
         """Expect nothing any more of what was said to the tier."""
         self.is_up = False
         self._exchange = None
+        self._replaces, self.client_id = self.client_id, uuid.uuid4().hex
         self.num_lost += 1
         self.last_error = f"{type(error).__name__}: {error}"
         self._join_s = self._clock()
@@ -144,7 +151,6 @@ class TierLink:
         if self._joining is None:
             is_idle = self.copier is None or not (self.copier.num_queued + self.copier.num_running)
             if is_idle and self._clock() >= self._join_s:
-                self.handle.unmapped(self.client_id)  # no copy under the old name will write
                 self._start_join()
         elif self._joining.done():
             joining, self._joining = self._joining, None
@@ -164,13 +170,32 @@ class TierLink:
             return
         self._closed.set()
         self._unmap()
-        if self.is_up:
-            self.handle.unmapped(self.client_id)
+        for client_id in (self._replaces, self.client_id):
+            self.handle.unmapped(client_id)
         self.is_up = False
 
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the tier was reset a lease ago, and nobody has told this rank to."""
+        since = self._behind_s
+        return since is not None and self._clock() - since > self.config.lease_s
+
+    def begin_epoch(self, epoch: int) -> None:
+        """What the rank has from now on is from this epoch, if it is not an earlier one."""
+        self.epoch = max(self.epoch, epoch)
+        self._hear(self.heard_epoch)
+
+    def _hear(self, epoch: int) -> None:
+        self.heard_epoch = max(self.heard_epoch, epoch)
+        if self.heard_epoch <= self.epoch:
+            self._behind_s = None
+        elif self._behind_s is None:
+            self._behind_s = self._clock()
+
     def _start_join(self) -> None:
-        self.client_id = uuid.uuid4().hex
-        self._joining = self.handle.join(self.client_id, os.getpid(), self.block_bytes)
+        self._joining = self.handle.join(
+            self.client_id, os.getpid(), self.block_bytes, self._replaces
+        )
         if not self._joining.done():
             self._joining.add_done_callback(lambda _: self._wake())
 
@@ -185,7 +210,13 @@ class TierLink:
             )
         self.slab.register_pinned(self._xp)
         self.copier = BlockCopier(self.slab, xp=self._xp, faults=self._faults, on_done=self._wake)
-        self.epoch = info.epoch
+        if info.first_epoch != self._first_epoch:  # it has nothing from before it started
+            is_first = not self._first_epoch
+            self._first_epoch = info.first_epoch
+            self.epoch = info.epoch if is_first else info.first_epoch
+            self.heard_epoch = 0
+        self._hear(info.epoch)
+        self._replaces = ""
         self.has_sources = info.has_sources
         self.is_up = True
 
