@@ -15,7 +15,6 @@ from raykv.core.rows import Rows
 from raykv.core.sequence import Sequence
 from raykv.errors import ConfigError
 from raykv.memory.buffers import KVBuffers
-from raykv.memory.copy_batches import CopyFaults
 from raykv.rank_states import RankStates
 from raykv.rank_tier import RankTier
 from raykv.tier_handle import TierHandle
@@ -51,7 +50,6 @@ class RankTiering(KVCacheManager):
         *,
         wake: Callable[[], None] = lambda: None,
         prefill_rate: Callable[[], float] = lambda: 0.0,
-        faults: CopyFaults | None = None,
     ) -> None:
         """Use a host tier from now on; the one that it uses already, the rank keeps.
 
@@ -59,7 +57,6 @@ class RankTiering(KVCacheManager):
             handle: of the node's.
             wake: called from other threads when ``pump_tier`` has something to do.
             prefill_rate: tokens per second that the rank computes; 0 if that is not known.
-            faults: what goes wrong with copies on purpose, in tests.
 
         Raises:
             ConfigError: the configuration has no host tier, or its memory cannot be had.
@@ -71,9 +68,7 @@ class RankTiering(KVCacheManager):
         if self.tier is not None and self.tier.link.handle is handle:
             return
         self.close_tier()
-        link = TierLink(
-            handle, config, buffers.spec.block_bytes, xp=buffers.xp, wake=wake, faults=faults
-        )
+        link = TierLink(handle, config, buffers.spec.block_bytes, xp=buffers.xp, wake=wake)
         link.connect()
         store = self.config.store
         self._host_hits, self._ended, self._reported = {}, {}, Counter()

@@ -8,12 +8,19 @@ from concurrent.futures import Future
 from typing import Any
 
 from raykv.host_stats import HostTierStats
+from raykv.memory.copy_batches import CopyFaults
 from raykv.tier_host import TierHost
 from raykv.tier_messages import TierAnswer, TierCall, TierInfo
 
 
 class TierHandle(ABC):
-    """A node's host tier. Calls start at once, in order; futures raise what the tier raised."""
+    """A node's host tier. Calls start at once, in order; futures raise what the tier raised.
+
+    Attributes:
+        copy_faults: what goes wrong on purpose with copies to and from its memory, in tests.
+    """
+
+    copy_faults: CopyFaults | None = None
 
     @abstractmethod
     def call(self, method: str, *arguments: Any) -> Future[Any]:

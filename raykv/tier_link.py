@@ -14,7 +14,6 @@ from typing import Any
 from raykv.config_host import HostConfig
 from raykv.errors import TransferError
 from raykv.memory.block_copier import BlockCopier
-from raykv.memory.copy_batches import CopyFaults
 from raykv.memory.host_slab import HostSlab
 from raykv.tier_handle import TierHandle
 from raykv.tier_messages import TierAnswer, TierCall, TierInfo
@@ -36,7 +35,6 @@ class TierLink:
         block_bytes: bytes of a block.
         xp: the array module of the rank's memory.
         wake: called from other threads when there is something to do.
-        faults: what goes wrong with copies on purpose, in tests.
         clock: seconds.
 
     Attributes:
@@ -59,7 +57,6 @@ class TierLink:
         *,
         xp: Any,
         wake: Callable[[], None],
-        faults: CopyFaults | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.handle = handle
@@ -75,7 +72,6 @@ class TierLink:
         self.is_up = False
         self._xp = xp
         self._wake = wake
-        self._faults = faults
         self._clock = clock
         self._exchange: Future[TierAnswer] | None = None
         self._sent_s = 0.0
@@ -209,7 +205,9 @@ class TierLink:
                 f" {self.block_bytes}"
             )
         self.slab.register_pinned(self._xp)
-        self.copier = BlockCopier(self.slab, xp=self._xp, faults=self._faults, on_done=self._wake)
+        self.copier = BlockCopier(
+            self.slab, xp=self._xp, faults=self.handle.copy_faults, on_done=self._wake
+        )
         if info.first_epoch != self._first_epoch:  # it has nothing from before it started
             is_first = not self._first_epoch
             self._first_epoch = info.first_epoch
