@@ -122,21 +122,17 @@ class RankTier:
             "num_tier_faults_total": sum(totals[name] for name in faults),
         }
 
-    def pump(self, driver_id: str | None) -> list[LoadEnd]:
+    def pump(self, driver_id: str | None) -> None:
         """Take what has come, start what can be, say what there is to say; waits for nothing.
 
         Args:
             driver_id: whose loads are started, and then all offloads; None starts nothing.
-
-        Returns:
-            Loads that ended since.
         """
         self.talk()
         if driver_id is not None:
             self.totals["loads_started"] += self._loads.start(driver_id)
             self.totals["offloads_started"] += self._offloads.start()
         self._send()
-        return self.take_ended()
 
     def talk(self) -> None:
         """Take answers and finished copies, and send what is to be said."""

@@ -80,28 +80,25 @@ class RankTiering(KVCacheManager):
             patience_s=0.0 if store is None else store.prefetch_timeout_s,
         )
 
-    def pump_tier(self, driver_id: str | None = None) -> list[LoadEnd]:
+    def pump_tier(self, driver_id: str | None = None) -> None:
         """Move on what is under way to and from the host; waits for nothing.
+
+        What loads have brought counts as computed and can be shared.
 
         Args:
             driver_id: who calls: loads of its sequences are started, then offloads of all; None
                 starts nothing. Others' loads are not, for their drivers may be computing already.
-
-        Returns:
-            Loads that ended: what they brought counts as computed and can be shared.
         """
         if self.tier is None:
-            return []
+            return
         if driver_id is not None:
             for load in self.tier.late(driver_id):
                 self._leave(load)
-        ended = self.tier.pump(driver_id)
-        for end in ended:
-            self._take(end)
+        self.tier.pump(driver_id)
+        self._take_ended()
         if self.tier.link.is_outdated:
             self.reset_prefix_cache()
             self.begin_epoch(self.tier.link.heard_epoch)
-        return ended
 
     def transfer(self, driver_id: str) -> TransferReport:
         """Start what is queued, and say what ended since the call before; see TransferReport."""
@@ -137,8 +134,7 @@ class RankTiering(KVCacheManager):
         """Leave the host tier; idempotent."""
         if self.tier is not None:
             self.tier.close()
-            for end in self.tier.take_ended():
-                self._take(end)
+            self._take_ended()
             self.tier = None
 
     def host_report(self, report: MissReport, sequence: Sequence, row: int) -> MissReport:
@@ -174,6 +170,11 @@ class RankTiering(KVCacheManager):
     def shrink(self, sequence: Sequence, num_blocks: int) -> None:
         """Take back the blocks behind the first ``num_blocks``."""
 
+    def _take_ended(self) -> None:
+        assert self.tier is not None, "the caller has looked"
+        for end in self.tier.take_ended():
+            self._take(end)
+
     def _take(self, end: LoadEnd) -> None:
         sequence, row = end.sequence, end.sequence.single_block_id
         assert row is not None, "a load is forgotten with its row"
@@ -205,6 +206,7 @@ class RankTiering(KVCacheManager):
             for sequence in new:
                 self.tier.want(sequence)
             self.tier.talk()
+            self._take_ended()
 
     def _leave_tier(self, sequence: Sequence, row: int, *, offloads: bool) -> None:
         """A sequence is about to give its row back."""

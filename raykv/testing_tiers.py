@@ -93,6 +93,7 @@ class FaultyTier(TierHandle):
         host: the tier, as started last.
         faults: what gets lost.
         is_dead: whether it was killed, and not started again.
+        is_frozen: whether it answers nothing now.
     """
 
     def __init__(
@@ -107,14 +108,14 @@ class FaultyTier(TierHandle):
         self.is_dead = False
         self._clock = clock
         self._lock = threading.RLock()
-        self._is_frozen = False
+        self.is_frozen = False
         self._waiting: list[tuple[Future[Any], str, tuple[Any, ...]]] = []
         self.host = TierHost(config, clock=clock)
 
     def call(self, method: str, *arguments: Any) -> Future[Any]:
         """See TierHandle."""
         with self._lock:
-            if not self._is_frozen:
+            if not self.is_frozen:
                 return self._carry(method, arguments)
             waiting: Future[Any] = Future()
             self._waiting.append((waiting, method, arguments))
@@ -123,12 +124,12 @@ class FaultyTier(TierHandle):
     def freeze(self) -> None:
         """As SIGSTOP: calls arrive, but nothing answers."""
         with self._lock:
-            self._is_frozen = True
+            self.is_frozen = True
 
     def thaw(self) -> None:
         """As SIGCONT: what came meanwhile is done, in order."""
         with self._lock:
-            self._is_frozen = False
+            self.is_frozen = False
             waiting, self._waiting = self._waiting, []
             carried = [(one, self._carry(method, values)) for one, method, values in waiting]
         for one, result in carried:
