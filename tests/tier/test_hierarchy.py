@@ -165,8 +165,8 @@ def test_a_sequence_that_grows_while_it_loads(world):
     assert world.pool.allocate(sequence)
     world.pool.transfer_blocks([sequence], wait_s=WAIT_S)
     assert sequence.kv_state.num_computed_tokens == 8
-    assert np.array_equal(world.kv_of()._rows.sequences[sequence.single_block_id].kv_state.block_ids,
-                          sequence.kv_state.block_ids)  # fmt: skip
+    theirs = world.kv_of()._rows.sequences[sequence.single_block_id]
+    assert np.array_equal(theirs.kv_state.block_ids, sequence.kv_state.block_ids)
     world.write(sequence)
     world.check(sequence)
 
@@ -189,4 +189,4 @@ def test_host_tokens_say_where_the_load_ends(world):
     assert sequence.host_kv_state.num_computed_tokens == 8
     world.pool.transfer_blocks([sequence], wait_s=WAIT_S)
     assert sequence.host_kv_state.num_computed_tokens == 0
-    assert SIZE * 4 == sequence.kv_state.num_computed_tokens
+    assert sequence.kv_state.num_computed_tokens == 4 * SIZE
