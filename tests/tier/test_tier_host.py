@@ -93,7 +93,7 @@ def test_the_memory_is_there_with_the_first_rank(host):
 
 def test_blocks_of_another_size_are_refused(host):
     join(host)
-    with pytest.raises(ConfigError, match="128 bytes.*have 64"):
+    with pytest.raises(ConfigError, match="128 bytes"):
         host.join("two", os.getpid(), 128)
 
 
