@@ -50,9 +50,9 @@ class TierActor:
         """See TierHost.exchange; packed both ways."""
         return pack(self._host.exchange(unpack(parts)))
 
-    def join(self, client_id: str, pid: int, kind: BlockKind) -> TierInfo:
+    def join(self, client_id: str, pid: int, kind: BlockKind, replaces: str = "") -> TierInfo:
         """See TierHost."""
-        return self._host.join(client_id, pid, kind)
+        return self._host.join(client_id, pid, kind, replaces)
 
     def renew(self, client_id: str) -> bool:
         """See TierHost."""

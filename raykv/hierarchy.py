@@ -6,13 +6,15 @@ import contextlib
 import time
 import weakref
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeVar
 
 from raykv.config import PoolConfig
 from raykv.core.kv_cache_manager import Sequences, flatten
 from raykv.core.sequence import Sequence
-from raykv.errors import ConfigError, RaykvError
+from raykv.errors import ConfigError, RankUnavailableError, RaykvError
 from raykv.host_state_stats import HostStatesStats
 from raykv.host_stats import HostTierStats
 from raykv.pool import BlockManagerPool
@@ -20,6 +22,8 @@ from raykv.rank_handle import RankHandle, results
 from raykv.tier_handle import LocalTier, TierHandle
 from raykv.tier_host import TierHost
 from raykv.transfer_report import TransferReport
+
+T = TypeVar("T")
 
 _LOOK_S = 0.001
 _MAX_LOOK_S = 0.02
@@ -50,8 +54,14 @@ class HierarchyBlockManagerPool(BlockManagerPool):
         )
 
     @classmethod
-    def local(cls, config: PoolConfig | str | Path) -> Self:
+    def local(
+        cls, config: PoolConfig | str | Path, tiers: SequenceOf[TierHandle] | None = None
+    ) -> Self:
         """A pool whose ranks and host tiers live in this process, without Ray.
+
+        Args:
+            config: the pool.
+            tiers: those to use, which the pool closes in the end; None makes them.
 
         Raises:
             ConfigError: there is no ``host``, or the model, the memory or the routing policy cannot
@@ -63,8 +73,9 @@ class HierarchyBlockManagerPool(BlockManagerPool):
         pool = super().local(config)
         try:
             num_tiers = pool.config.dp_size if config.host.scope == "rank" else 1
-            tiers = [LocalTier(TierHost(pool.config, index)) for index in range(num_tiers)]
-            pool.use_tiers([*tiers], [rank % num_tiers for rank in range(pool.config.dp_size)])
+            if tiers is None:
+                tiers = [LocalTier(TierHost(pool.config, index)) for index in range(num_tiers)]
+            pool.use_tiers([*tiers], [rank % len(tiers) for rank in range(pool.config.dp_size)])
         except BaseException:
             pool.close()
             raise
@@ -171,7 +182,16 @@ class HierarchyBlockManagerPool(BlockManagerPool):
 
     def host_stats(self) -> list[HostTierStats]:
         """Counters of the host tiers."""
-        return [future.result() for future in [tier.stats() for tier in self.tiers]]
+        return self._answers([tier.stats() for tier in self.tiers])
+
+    def _answers(self, futures: list[Future[T]]) -> list[T]:
+        limit_s = self.config.ray.call_timeout_s
+        try:
+            return [future.result(limit_s) for future in futures]
+        except TimeoutError:
+            raise RankUnavailableError(
+                f"a host tier has not answered for {limit_s:g} s: try again, or make a new pool"
+            ) from None
 
     def host_state_stats(self) -> list[HostStatesStats]:
         """Counters of the checkpoints of recurrent state on the hosts; of no tier without any."""
@@ -186,9 +206,12 @@ class HierarchyBlockManagerPool(BlockManagerPool):
         They do so first and count an epoch: what ranks had before their own reset is refused. Of
         several, each does it twice: in between, one may have read from another what that still had.
         A store's blocks of before are found by nobody in this pool, but by pools that start later.
+
+        Raises:
+            RankUnavailableError: a host tier does not answer; reset again when it does.
         """
         for _ in self.tiers[:2]:
-            epochs = [future.result()[0] for future in [tier.reset() for tier in self.tiers]]
+            epochs = [epoch for epoch, _ in self._answers([tier.reset() for tier in self.tiers])]
         counts = super().reset_prefix_cache()
         replies = [rank.begin_epoch(epochs[self._tier_of[rank.dp_rank]]) for rank in self.ranks]
         self._of_all(replies, None)
@@ -196,8 +219,7 @@ class HierarchyBlockManagerPool(BlockManagerPool):
 
     def retire(self, version: int) -> list[int]:
         """See VersionedRanks; of the host tiers, too."""
-        for future in [tier.retire(version) for tier in self.tiers]:
-            future.result()
+        self._answers([tier.retire(version) for tier in self.tiers])
         return super().retire(version)
 
     def bring_up_to_date(self, rank: RankHandle) -> None:
@@ -208,8 +230,7 @@ class HierarchyBlockManagerPool(BlockManagerPool):
     def check_integrity(self) -> None:
         """See KVCacheManager."""
         super().check_integrity()
-        for future in [tier.check_integrity() for tier in self.tiers]:
-            future.result()
+        self._answers([tier.check_integrity() for tier in self.tiers])
 
     def close(self) -> None:
         """See BlockManagerPool; the host memory goes with the last rank that has it mapped."""

@@ -20,6 +20,7 @@ from raykv.tier_offloads import Offloads
 from raykv.tier_states import StateTraffic
 
 _MAX_EXPECTED = 1024
+_QUIESCE_S = 10.0
 
 
 class RankTier:
@@ -102,7 +103,7 @@ class RankTier:
     def begin_epoch(self, epoch: int) -> None:
         """The rank has forgotten its cache, as the tier has: nothing from before is stored."""
         self.cancel_unstarted_offloads()
-        self.link.epoch = max(self.link.epoch, epoch)
+        self.link.begin_epoch(epoch)
 
     # -- moving on ------------------------------------------------------------------------------
 
@@ -135,24 +136,19 @@ class RankTier:
             "num_tier_faults_total": sum(totals[name] for name in faults),
         }
 
-    def pump(self, *, starts: bool = True) -> list[LoadEnd]:
+    def pump(self, driver_id: str | None) -> None:
         """Take what has come, start what can be, say what there is to say; waits for nothing.
 
         Args:
-            starts: whether copies are started, loads first.
-
-        Returns:
-            Loads that ended since.
+            driver_id: whose loads are started, and then all offloads; None starts nothing.
         """
         self.talk()
-        if starts:
-            self.totals["loads_started"] += self._loads.start()
+        if driver_id is not None:
+            self.totals["loads_started"] += self._loads.start(driver_id)
             self.totals["offloads_started"] += self._offloads.start()
             if self._states is not None:
                 self._states.start()
         self._send()
-        ended, self._loads.ended = self._loads.ended, []
-        return ended
 
     def talk(self) -> None:
         """Take answers and finished copies, and send what is to be said."""
@@ -162,25 +158,38 @@ class RankTier:
         self._send()
         self._receive()  # a tier in this process has answered
 
-    def late(self) -> list[Load]:
+    def late(self, driver_id: str) -> list[Load]:
         """See Loads.late."""
-        return self._loads.late()
+        return self._loads.late(driver_id)
+
+    def num_loading_of(self, driver_id: str) -> int:
+        """Sequences of one driver that wait for a load."""
+        return self._loads.num_loading_of(driver_id)
 
     def give_up(self, load: Load) -> None:
         """See Loads.give_up."""
         self._loads.give_up(load)
 
     def quiesce(self) -> None:
-        """Wait until no copy touches the device's memory; what has not started is given up."""
+        """Wait until no copy touches the device's memory; what has not started is given up.
+
+        Copies that take longer than they may keep their blocks, so that the rank cannot sleep yet.
+        """
         self.cancel_unstarted_offloads()
-        self.link.wait_still()
+        self.link.wait_still(_QUIESCE_S)
         self._settle()
 
     def close(self) -> None:
-        """Finish the copy under way and leave the tier; idempotent."""
+        """Finish the copy under way and leave the tier; idempotent. Nobody waits any more."""
         self.cancel_unstarted_offloads()
         self.link.close()
         self._settle()
+        self._loads.lose()
+
+    def take_ended(self) -> list[LoadEnd]:
+        """Loads that ended since they were taken last."""
+        ended, self._loads.ended = self._loads.ended, []
+        return ended
 
     # -- inside ---------------------------------------------------------------------------------
 

@@ -15,7 +15,6 @@ from raykv.core.rows import Rows
 from raykv.core.sequence import Sequence
 from raykv.errors import ConfigError
 from raykv.memory.buffers import KVBuffers
-from raykv.memory.copy_batches import CopyFaults
 from raykv.rank_states import RankStates
 from raykv.rank_tier import RankTier
 from raykv.state_tiers import StateTiers
@@ -56,15 +55,13 @@ class RankTiering(KVCacheManager):
         *,
         wake: Callable[[], None] = lambda: None,
         prefill_rate: Callable[[], float] = lambda: 0.0,
-        faults: CopyFaults | None = None,
     ) -> None:
-        """Use a host tier from now on.
+        """Use a host tier from now on; the one that it uses already, the rank keeps.
 
         Args:
             handle: of the node's.
             wake: called from other threads when ``pump_tier`` has something to do.
             prefill_rate: tokens per second that the rank computes; 0 if that is not known.
-            faults: what goes wrong with copies on purpose, in tests.
 
         Raises:
             ConfigError: the configuration has no host tier, or its memory cannot be had.
@@ -73,13 +70,14 @@ class RankTiering(KVCacheManager):
         config, buffers = self.config.host, self.buffers
         if config is None or buffers is None:
             raise ConfigError("this rank was configured without host memory: give host.num_blocks")
+        if self.tier is not None and self.tier.link.handle is handle:
+            return
         self.close_tier()
-        spec = buffers.spec
-        states = self.states
+        spec, states = buffers.spec, self.states
         state_buffers = None if states is None else states.buffers
         checkpoint_bytes = 0 if state_buffers is None else state_buffers.checkpoint_bytes
         blocks = BlockKind(spec.block_bytes, layout_name(spec), self.weights_name, checkpoint_bytes)
-        link = TierLink(handle, config, blocks, xp=buffers.xp, wake=wake, faults=faults)
+        link = TierLink(handle, config, blocks, xp=buffers.xp, wake=wake)
         link.connect()
         patience_s = [0.0]
         if self.config.store is not None:
@@ -98,27 +96,29 @@ class RankTiering(KVCacheManager):
             patience_s=max(patience_s),
         )
 
-    def pump_tier(self, *, starts: bool = True) -> list[LoadEnd]:
+    def pump_tier(self, driver_id: str | None = None) -> None:
         """Move on what is under way to and from the host; waits for nothing.
 
-        Args:
-            starts: whether queued copies are started: loads, then offloads.
+        What loads have brought counts as computed and can be shared.
 
-        Returns:
-            Loads that ended: what they brought counts as computed and can be shared.
+        Args:
+            driver_id: who calls: loads of its sequences are started, then offloads of all; None
+                starts nothing. Others' loads are not, for their drivers may be computing already.
         """
         if self.tier is None:
-            return []
-        for load in self.tier.late():
-            self._leave(load)
-        ended = self.tier.pump(starts=starts)
-        for end in ended:
-            self._take(end)
-        return ended
+            return
+        if driver_id is not None:
+            for load in self.tier.late(driver_id):
+                self._leave(load)
+        self.tier.pump(driver_id)
+        self._take_ended()
+        if self.tier.link.is_outdated:
+            self.reset_prefix_cache()
+            self.begin_epoch(self.tier.link.heard_epoch)
 
     def transfer(self, driver_id: str) -> TransferReport:
         """Start what is queued, and say what ended since the call before; see TransferReport."""
-        self.pump_tier()
+        self.pump_tier(driver_id)
         if self.tier is None:
             return TransferReport()
         before, totals = self._reported, self.tier.totals
@@ -132,7 +132,7 @@ class RankTiering(KVCacheManager):
             totals["offloaded"] - before["offloaded"],
             {end.sequence.seq_id: end.num_blocks * size for end in ended},
             {end.sequence.seq_id: end.reason for end in ended if end.reason},
-            self.tier.num_loading,
+            self.tier.num_loading_of(driver_id),
             self.tier.num_offloading_blocks,
         )
 
@@ -148,9 +148,10 @@ class RankTiering(KVCacheManager):
 
     def close_tier(self) -> None:
         """Leave the host tier; idempotent."""
-        tier, self.tier = self.tier, None
-        if tier is not None:
-            tier.close()
+        if self.tier is not None:
+            self.tier.close()
+            self._take_ended()
+            self.tier = None
 
     def num_host_blocks(self, row: int) -> int:
         """Blocks of a row that came from the host."""
@@ -181,6 +182,11 @@ class RankTiering(KVCacheManager):
     def shrink(self, sequence: Sequence, num_blocks: int) -> None:
         """Take back the blocks behind the first ``num_blocks``."""
 
+    def _take_ended(self) -> None:
+        assert self.tier is not None, "the caller has looked"
+        for end in self.tier.take_ended():
+            self._take(end)
+
     def _take(self, end: LoadEnd) -> None:
         sequence, row = end.sequence, end.sequence.single_block_id
         assert row is not None, "a load is forgotten with its row"
@@ -196,8 +202,6 @@ class RankTiering(KVCacheManager):
         sequence = load.sequence
         assert sequence is not None, "it waits"
         num_blocks = sequence.kv_state.num_blocks
-        if sequence.driver_id != ENGINE:
-            return  # its driver would not hear of other blocks in time
         if self.block_manager.num_available_blocks < num_blocks - load.first_block:
             return  # wait on
         assert self.tier is not None, "it has a load"
@@ -213,6 +217,7 @@ class RankTiering(KVCacheManager):
             for sequence in new:
                 self.tier.want(sequence)
             self.tier.talk()
+            self._take_ended()
 
     def _leave_tier(self, sequence: Sequence, row: int, *, offloads: bool) -> None:
         """A sequence is about to give its row back."""

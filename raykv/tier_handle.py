@@ -13,20 +13,29 @@ from numpy.typing import NDArray
 from raykv.core.namespace import Namespace
 from raykv.host_state_stats import HostStatesStats
 from raykv.host_stats import HostTierStats
+from raykv.memory.copy_batches import CopyFaults
 from raykv.tier_host import TierHost
 from raykv.tier_messages import BlockKind, TierAnswer, TierCall, TierInfo
 
 
 class TierHandle(ABC):
-    """A node's host tier. Calls start at once, in order; futures raise what the tier raised."""
+    """A node's host tier. Calls start at once, in order; futures raise what the tier raised.
+
+    Attributes:
+        copy_faults: what goes wrong on purpose with copies to and from its memory, in tests.
+    """
+
+    copy_faults: CopyFaults | None = None
 
     @abstractmethod
     def call(self, method: str, *arguments: Any) -> Future[Any]:
         """Start a method of TierHost; never waits, never raises."""
 
-    def join(self, client_id: str, pid: int, kind: BlockKind) -> Future[TierInfo]:
+    def join(
+        self, client_id: str, pid: int, kind: BlockKind, replaces: str = ""
+    ) -> Future[TierInfo]:
         """See TierHost.join."""
-        return self.call("join", client_id, pid, kind)
+        return self.call("join", client_id, pid, kind, replaces)
 
     def renew(self, client_id: str) -> Future[bool]:
         """See TierHost.renew."""

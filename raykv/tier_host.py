@@ -54,7 +54,7 @@ class TierHost:
         clock: seconds, for leases.
 
     Attributes:
-        epoch: counts the resets.
+        epoch: counts the resets; a tier that starts again counts on from later.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class TierHost:
         assert config.host is not None, "a host tier is asked for"
         self.config = config
         self.host_config = config.host
-        self.epoch = 1
+        self.epoch = self._first_epoch = time.time_ns()
         self._index = index
         self._transport = transport
         self._clock = clock
@@ -85,13 +85,14 @@ class TierHost:
 
     # -- ranks ----------------------------------------------------------------------------------
 
-    def join(self, client_id: str, pid: int, kind: BlockKind) -> TierInfo:
+    def join(self, client_id: str, pid: int, kind: BlockKind, replaces: str = "") -> TierInfo:
         """Let a rank's process store and load.
 
         Args:
-            client_id: its name, never used before.
+            client_id: its name, which no other process has ever had.
             pid: its process, on this node.
             kind: what its blocks are.
+            replaces: a name that it had before, and writes nothing under any more.
 
         Raises:
             ConfigError: the memory or the store cannot be had, or the rank's blocks are others than
@@ -100,12 +101,13 @@ class TierHost:
         """
         with self._lock:
             books = self._made(kind)
+            books.unmapped(replaces)
             books.blocks.join(client_id, pid, self._clock())
             if pid != os.getpid() and pid not in self._processes:
                 with contextlib.suppress(ProcessLookupError):
                     self._processes[pid] = os.pidfd_open(pid)
             states = None if books.states_slab is None else books.states_slab.descriptor
-            return TierInfo(self.epoch, books.slab.descriptor, states)
+            return TierInfo(self.epoch, self._first_epoch, books.slab.descriptor, states)
 
     def renew(self, client_id: str) -> bool:
         """Note a sign of life; whether the client is known."""

@@ -13,7 +13,6 @@ from typing import Any
 
 from raykv.config_host import HostConfig
 from raykv.memory.block_copier import BlockCopier
-from raykv.memory.copy_batches import CopyFaults
 from raykv.memory.host_slab import HostSlab, SlabDescriptor
 from raykv.tier_handle import TierHandle
 from raykv.tier_messages import BlockKind, TierAnswer, TierCall, TierInfo
@@ -35,13 +34,13 @@ class TierLink:
         blocks: what the rank's blocks are.
         xp: the array module of the rank's memory.
         wake: called from other threads when there is something to do.
-        faults: what goes wrong with copies on purpose, in tests.
         clock: seconds.
 
     Attributes:
         handle: the tier.
         client_id: the rank's name there now.
-        epoch: the tier's, as far as it was heard.
+        epoch: the tier's as of the rank's own last reset: what the rank has is from it.
+        heard_epoch: the tier's, as far as it was heard.
         slab: the host memory, mapped; None before the first ``connect``.
         copier: copies to and from it; None likewise.
         states: the host memory of checkpoints; None too where sequences have no recurrent state.
@@ -59,14 +58,13 @@ class TierLink:
         *,
         xp: Any,
         wake: Callable[[], None],
-        faults: CopyFaults | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.handle = handle
         self.config = config
         self.blocks = blocks
-        self.client_id = ""
-        self.epoch = 0
+        self.client_id = uuid.uuid4().hex
+        self.epoch = self.heard_epoch = 0
         self.slab: HostSlab | None = None
         self.copier: BlockCopier | None = None
         self.states: HostSlab | None = None
@@ -77,11 +75,12 @@ class TierLink:
         self.is_up = False
         self._xp = xp
         self._wake = wake
-        self._faults = faults
         self._clock = clock
-        self._token = b""  # of the slab
         self._exchange: Future[TierAnswer] | None = None
         self._sent_s = 0.0
+        self._first_epoch = 0
+        self._behind_s: float | None = None  # since when the tier has another epoch
+        self._replaces = ""  # the name of before it was lost
         self._joining: Future[TierInfo] | None = None
         self._join_s = 0.0
         self._closed = threading.Event()
@@ -114,11 +113,11 @@ class TierLink:
         copiers = [one for one in (self.copier, self.states_copier) if one is not None]
         return not any(one.num_queued + one.num_running for one in copiers)
 
-    def wait_still(self) -> None:
-        """Wait for what the copiers have."""
+    def wait_still(self, timeout_s: float) -> None:
+        """Wait for what the copiers have, up to so many seconds each."""
         for copier in (self.copier, self.states_copier):
             if copier is not None:
-                copier.wait_idle()
+                copier.wait_idle(timeout_s)
 
     @property
     def is_free(self) -> bool:
@@ -145,12 +144,14 @@ class TierLink:
         self._exchange = None
         answer = exchange.result()
         self.has_sources = answer.has_sources
+        self._hear(answer.epoch)
         return answer
 
     def lose(self, error: Exception) -> None:
         """Expect nothing any more of what was said to the tier."""
         self.is_up = False
         self._exchange = None
+        self._replaces, self.client_id = self.client_id, uuid.uuid4().hex
         self.num_lost += 1
         self.last_error = f"{type(error).__name__}: {error}"
         self._join_s = self._clock()
@@ -161,7 +162,6 @@ class TierLink:
             return
         if self._joining is None:
             if self.is_still and self._clock() >= self._join_s:
-                self.handle.unmapped(self.client_id)  # no copy under the old name will write
                 self._start_join()
         elif self._joining.done():
             joining, self._joining = self._joining, None
@@ -181,13 +181,30 @@ class TierLink:
             return
         self._closed.set()
         self._unmap()
-        if self.is_up:
-            self.handle.unmapped(self.client_id)
+        for client_id in (self._replaces, self.client_id):
+            self.handle.unmapped(client_id)
         self.is_up = False
 
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the tier was reset a lease ago, and nobody has told this rank to."""
+        since = self._behind_s
+        return since is not None and self._clock() - since > self.config.lease_s
+
+    def begin_epoch(self, epoch: int) -> None:
+        """What the rank has from now on is from this epoch, if it is not an earlier one."""
+        self.epoch = max(self.epoch, epoch)
+        self._hear(self.heard_epoch)
+
+    def _hear(self, epoch: int) -> None:
+        self.heard_epoch = max(self.heard_epoch, epoch)
+        if self.heard_epoch <= self.epoch:
+            self._behind_s = None
+        elif self._behind_s is None:
+            self._behind_s = self._clock()
+
     def _start_join(self) -> None:
-        self.client_id = uuid.uuid4().hex
-        self._joining = self.handle.join(self.client_id, os.getpid(), self.blocks)
+        self._joining = self.handle.join(self.client_id, os.getpid(), self.blocks, self._replaces)
         if not self._joining.done():
             self._joining.add_done_callback(lambda _: self._wake())
 
@@ -197,14 +214,20 @@ class TierLink:
         self.slab, self.copier = self._mapped(info.blocks)
         if info.states is not None:
             self.states, self.states_copier = self._mapped(info.states)
-        if info.blocks.token != self._token:  # else a reset may be on its way to this rank
-            self._token, self.epoch = info.blocks.token, info.epoch
+        if info.first_epoch != self._first_epoch:  # it has nothing from before it started
+            is_first = not self._first_epoch
+            self._first_epoch = info.first_epoch
+            self.epoch = info.epoch if is_first else info.first_epoch
+            self.heard_epoch = 0
+        self._hear(info.epoch)
+        self._replaces = ""
         self.is_up = True
 
     def _mapped(self, descriptor: SlabDescriptor) -> tuple[HostSlab, BlockCopier]:
         slab = HostSlab.attach(descriptor)
         slab.register_pinned(self._xp)
-        return slab, BlockCopier(slab, xp=self._xp, faults=self._faults, on_done=self._wake)
+        faults = self.handle.copy_faults
+        return slab, BlockCopier(slab, xp=self._xp, faults=faults, on_done=self._wake)
 
     def _unmap(self) -> None:
         for copier, slab in ((self.copier, self.slab), (self.states_copier, self.states)):

@@ -153,6 +153,10 @@ class Loads:
         """Sequences that wait."""
         return len(self._of_row)
 
+    def num_loading_of(self, driver_id: str) -> int:
+        """Sequences of one driver that wait."""
+        return len(self._of_driver(driver_id))
+
     def want(self, sequence: Sequence) -> None:
         """Plan a load for a sequence that was just admitted, if the host could have more of it."""
         state, row = sequence.kv_state, sequence.single_block_id
@@ -224,10 +228,10 @@ class Loads:
                 end = (ticket.first_block + len(ticket.host_ids)) * size
                 load.sequence.host_kv_state = KVCacheState(size, num_computed_tokens=end)
 
-    def start(self) -> int:
-        """Submit the copies that can be; returns how many blocks."""
+    def start(self, driver_id: str) -> int:
+        """Submit the copies that can be for one driver's sequences; returns how many blocks."""
         num_blocks = 0
-        for load in [one for one in self._of_row.values() if one.stage is Stage.GRANTED]:
+        for load in [one for one in self._of_driver(driver_id) if one.stage is Stage.GRANTED]:
             if not self._is_wanted(load):
                 self._report_all(load, LoadOutcome.CANCELLED)
                 self._drop(load, "")
@@ -240,15 +244,18 @@ class Loads:
         for load in [one for one in self._copying if one.is_copied]:
             self._finish(load)
         if self._link.is_silent:
-            for load in self._asked:
+            waiting = [one for one in self._of_row.values() if one.stage is Stage.TO_ASK]
+            for load in [*self._asked, *waiting]:
                 if load.sequence is not None:
                     self._totals["loads_timed_out"] += 1
                     self._drop(load, "host_unavailable")
 
-    def late(self) -> list[Load]:
-        """Loads whose copies take too long: their sequences should compute into other blocks."""
-        now = self._clock()
-        return [load for load in self._copying if load.sequence is not None and now > load.late_s]
+    def late(self, driver_id: str) -> list[Load]:
+        """A driver's loads that take too long: their sequences should compute elsewhere."""
+        now, copying = self._clock(), Stage.COPYING
+        return [
+            one for one in self._of_driver(driver_id) if one.stage is copying and now > one.late_s
+        ]
 
     def give_up(self, load: Load) -> None:
         """A late load's sequence waits no more; the copy writes to blocks that it has left."""
@@ -264,6 +271,13 @@ class Loads:
         self.expected.clear()
 
     # -- inside ---------------------------------------------------------------------------------
+
+    def _of_driver(self, driver_id: str) -> list[Load]:
+        return [
+            load
+            for load in self._of_row.values()
+            if load.sequence is not None and load.sequence.driver_id == driver_id
+        ]
 
     def _submit(self, load: Load) -> int:
         copier, ticket, sequence = self._link.copier, load.ticket, load.sequence

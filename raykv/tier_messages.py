@@ -37,11 +37,13 @@ class TierInfo(Packed):
 
     Attributes:
         epoch: counts the resets; see TierCall.
+        first_epoch: where it began to count when it started.
         blocks: where the slab of KV blocks is.
         states: where that of checkpoints of recurrent state is; None where there are none.
     """
 
     epoch: int
+    first_epoch: int
     blocks: SlabDescriptor
     states: SlabDescriptor | None = None
 
