@@ -142,6 +142,12 @@ class HostBlocks:
         self.totals["hit"] += len(load.own)
         return load
 
+    def num_ready(self, row: Row) -> int:
+        """Leading blocks of a row that are complete; changes nothing."""
+        tokens, namespace = row
+        ready = self.ready[self.manager.matching_ids(tokens, namespace=namespace)]
+        return len(ready) if ready.all() else int(ready.argmin())
+
     def set_aside(self, block_id: int) -> None:
         """Never find a corrupt block again, and keep it from being given."""
         if block_id not in self.corrupt:

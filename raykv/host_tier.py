@@ -16,7 +16,9 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from raykv.core import BlockManagerImpl, as_tokens
+from raykv.core import BlockManagerImpl, Namespace, as_tokens
+from raykv.core.namespace import DEFAULT
+from raykv.core.tokens import TokenIds
 from raykv.errors import ConfigError
 from raykv.host_audit import audit
 from raykv.host_blocks import HostBlocks, Row, Transfer
@@ -185,6 +187,14 @@ class HostTier:
             else:
                 ended.append((store, result))
         self.blocks.publish(ended)
+
+    def num_ready(self, token_ids: TokenIds, namespace: Namespace = DEFAULT) -> int:
+        """Leading full blocks that are complete; holds none, and nothing counts as used by it.
+
+        Raises:
+            ValueError: the token ids are no row of integers that fit int32.
+        """
+        return self.blocks.num_ready((as_tokens(token_ids), namespace))
 
     # -- loading --------------------------------------------------------------------------------
 

@@ -38,6 +38,8 @@ class Mirror:
     def lose_all(self) -> None:
         """The rank holds nothing any more; the sequences hear of it when they are used next."""
         self._gone |= {id(sequence): sequence for sequence in self.held()}
+        for sequence in self.loading():
+            sequence.is_loading = False
         self._held.clear()
 
     def take_lost(self, sequence: Sequence) -> bool:

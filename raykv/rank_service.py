@@ -80,6 +80,7 @@ class RankService:
 
     def expire(self) -> int:
         """Take back what drivers hold that were silent for too long; returns how many those are."""
+        self.kv.pump_tier()  # what was copied is let go, though nobody calls
         expired = self.leases.expired()
         for lease in expired:
             self._end(lease)

@@ -15,11 +15,14 @@ from raykv.core.rows import Rows
 from raykv.core.sequence import Sequence
 from raykv.errors import ConfigError
 from raykv.memory.buffers import KVBuffers
-from raykv.memory.copy_batches import CopyFaults
+from raykv.rank_states import RankStates
 from raykv.rank_tier import RankTier
+from raykv.state_tiers import StateTiers
+from raykv.store import layout_name
 from raykv.tier_handle import TierHandle
 from raykv.tier_link import TierLink
 from raykv.tier_loads import Load, LoadEnd
+from raykv.tier_messages import BlockKind
 from raykv.transfer_report import TransferReport
 
 ENGINE = "engine"  # whose sequences are the engine's; drivers have other names
@@ -30,13 +33,16 @@ class RankTiering(KVCacheManager):
 
     Attributes:
         tier: the rank's traffic with the tier; None without one.
+        weights_name: what names the weights in a store; None where nothing does.
     """
 
     config: PoolConfig
     block_size: int
     block_manager: BlockManagerImpl
     buffers: KVBuffers | None
+    states: RankStates | None
     tier: RankTier | None = None
+    weights_name: bytes | None = None
     _rows: Rows
     _host_hits: dict[int, LoadEnd]  # by row
     _ended: dict[str, list[LoadEnd]]  # by driver, until it asks
@@ -49,15 +55,13 @@ class RankTiering(KVCacheManager):
         *,
         wake: Callable[[], None] = lambda: None,
         prefill_rate: Callable[[], float] = lambda: 0.0,
-        faults: CopyFaults | None = None,
     ) -> None:
-        """Use a host tier from now on.
+        """Use a host tier from now on; the one that it uses already, the rank keeps.
 
         Args:
             handle: of the node's.
             wake: called from other threads when ``pump_tier`` has something to do.
             prefill_rate: tokens per second that the rank computes; 0 if that is not known.
-            faults: what goes wrong with copies on purpose, in tests.
 
         Raises:
             ConfigError: the configuration has no host tier, or its memory cannot be had.
@@ -66,46 +70,55 @@ class RankTiering(KVCacheManager):
         config, buffers = self.config.host, self.buffers
         if config is None or buffers is None:
             raise ConfigError("this rank was configured without host memory: give host.num_blocks")
+        if self.tier is not None and self.tier.link.handle is handle:
+            return
         self.close_tier()
-        link = TierLink(
-            handle, config, buffers.spec.block_bytes, xp=buffers.xp, wake=wake, faults=faults
-        )
+        spec, states = buffers.spec, self.states
+        state_buffers = None if states is None else states.buffers
+        checkpoint_bytes = 0 if state_buffers is None else state_buffers.checkpoint_bytes
+        blocks = BlockKind(spec.block_bytes, layout_name(spec), self.weights_name, checkpoint_bytes)
+        link = TierLink(handle, config, blocks, xp=buffers.xp, wake=wake)
         link.connect()
-        store = self.config.store
-        self._host_hits, self._ended, self._reported = {}, {}, Counter()
+        patience_s = [0.0]
+        if self.config.store is not None:
+            patience_s.append(self.config.store.prefetch_timeout_s)
+        if config.peers:
+            patience_s.append(config.timeout_s)
+        self._ended, self._reported = {}, Counter()
         self.tier = RankTier(
             self.block_manager,
             buffers,
             link,
+            None
+            if states is None or state_buffers is None
+            else (StateTiers(states, self.block_manager), state_buffers),
             prefill_rate=prefill_rate,
-            patience_s=0.0 if store is None else store.prefetch_timeout_s,
+            patience_s=max(patience_s),
         )
 
-    def is_loading(self, sequence: Sequence) -> bool:
-        """See KVCacheManager."""
-        return self.tier is not None and self.tier.waits(sequence)
-
-    def pump_tier(self, *, starts: bool = True) -> list[LoadEnd]:
+    def pump_tier(self, driver_id: str | None = None) -> None:
         """Move on what is under way to and from the host; waits for nothing.
 
-        Args:
-            starts: whether queued copies are started: loads, then offloads.
+        What loads have brought counts as computed and can be shared.
 
-        Returns:
-            Loads that ended: what they brought counts as computed and can be shared.
+        Args:
+            driver_id: who calls: loads of its sequences are started, then offloads of all; None
+                starts nothing. Others' loads are not, for their drivers may be computing already.
         """
         if self.tier is None:
-            return []
-        for load in self.tier.late():
-            self._leave(load)
-        ended = self.tier.pump(starts=starts)
-        for end in ended:
-            self._take(end)
-        return ended
+            return
+        if driver_id is not None:
+            for load in self.tier.late(driver_id):
+                self._leave(load)
+        self.tier.pump(driver_id)
+        self._take_ended()
+        if self.tier.link.is_outdated:
+            self.reset_prefix_cache()
+            self.begin_epoch(self.tier.link.heard_epoch)
 
     def transfer(self, driver_id: str) -> TransferReport:
         """Start what is queued, and say what ended since the call before; see TransferReport."""
-        self.pump_tier()
+        self.pump_tier(driver_id)
         if self.tier is None:
             return TransferReport()
         before, totals = self._reported, self.tier.totals
@@ -119,7 +132,7 @@ class RankTiering(KVCacheManager):
             totals["offloaded"] - before["offloaded"],
             {end.sequence.seq_id: end.num_blocks * size for end in ended},
             {end.sequence.seq_id: end.reason for end in ended if end.reason},
-            self.tier.num_loading,
+            self.tier.num_loading_of(driver_id),
             self.tier.num_offloading_blocks,
         )
 
@@ -135,30 +148,27 @@ class RankTiering(KVCacheManager):
 
     def close_tier(self) -> None:
         """Leave the host tier; idempotent."""
-        tier, self.tier = self.tier, None
-        if tier is not None:
-            tier.close()
+        if self.tier is not None:
+            self.tier.close()
+            self._take_ended()
+            self.tier = None
 
-    def host_report(self, report: MissReport, sequence: Sequence, row: int) -> MissReport:
-        """Say what came from the host, and why there was no more of it."""
+    def num_host_blocks(self, row: int) -> int:
+        """Blocks of a row that came from the host."""
+        end = self._host_hits.get(row)
+        return 0 if end is None else end.num_blocks
+
+    def host_report(self, report: MissReport, row: int) -> MissReport:
+        """Say what came from the host, and whether something there went wrong."""
         end = self._host_hits.get(row)
         if end is None:
             return report
-        num_loaded = end.num_blocks * self.block_size
-        num_hit = report.num_hit_tokens + num_loaded
-        report = replace(report, num_hit_tokens=num_hit, num_host_tokens=num_loaded)
-        if end.reason:
-            reason: MissReason = end.reason  # type: ignore[assignment]
-            return MissReport(reason, num_hit, num_hit, num_host_tokens=num_loaded)
-        num_admitted = sequence.kv_state.num_admitted_tokens
-        if num_hit == (num_admitted - 1) // self.block_size * self.block_size:
-            is_whole = num_admitted % self.block_size != 0
-            return replace(
-                report,
-                reason="complete" if is_whole else "last_token_kept",
-                token_position=num_hit,
-            )
-        return replace(report, token_position=max(report.token_position, num_hit))
+        report = replace(report, num_host_tokens=end.num_blocks * self.block_size)
+        if not end.reason:
+            return report
+        reason: MissReason = end.reason  # type: ignore[assignment]
+        num_hit, num_host = report.num_hit_tokens, report.num_host_tokens
+        return MissReport(reason, num_hit, num_hit, num_host_tokens=num_host)
 
     @abstractmethod
     def _publish(self, sequence: Sequence, row: int, num_tokens: int | None = None) -> None:
@@ -172,18 +182,19 @@ class RankTiering(KVCacheManager):
     def shrink(self, sequence: Sequence, num_blocks: int) -> None:
         """Take back the blocks behind the first ``num_blocks``."""
 
+    def _take_ended(self) -> None:
+        assert self.tier is not None, "the caller has looked"
+        for end in self.tier.take_ended():
+            self._take(end)
+
     def _take(self, end: LoadEnd) -> None:
         sequence, row = end.sequence, end.sequence.single_block_id
-        if row is None:
-            return
+        assert row is not None, "a load is forgotten with its row"
         self._host_hits[row] = end
         if sequence.driver_id != ENGINE:
             self._ended.setdefault(sequence.driver_id, []).append(end)
         if end.num_blocks:
-            num_tokens = end.num_blocks * self.block_size
-            sequence.kv_state.num_computed_tokens += num_tokens
-            sequence.kv_state.num_loaded_tokens = sequence.kv_state.num_computed_tokens
-            self._num_host_hit += num_tokens
+            self._num_host_hit += end.num_blocks * self.block_size
             self._publish(sequence, row)
 
     def _leave(self, load: Load) -> None:
@@ -206,6 +217,7 @@ class RankTiering(KVCacheManager):
             for sequence in new:
                 self.tier.want(sequence)
             self.tier.talk()
+            self._take_ended()
 
     def _leave_tier(self, sequence: Sequence, row: int, *, offloads: bool) -> None:
         """A sequence is about to give its row back."""

@@ -189,23 +189,37 @@ class LoopbackRank(RemoteRank):
         return self.host
 
 
-def loopback_pool(config: PoolConfig) -> BlockManagerPool:
+def loopback_pool(
+    config: PoolConfig, tiers: Sequence[TierHandle] | None = None
+) -> BlockManagerPool:
     """A pool over messages without processes: what Ray carries, minus Ray.
 
     Nothing beats by itself: ``pool.monitor.beat()`` is one heartbeat to every rank.
+
+    Args:
+        config: the pool.
+        tiers: the host tiers to use, by rank in turn; None makes them.
     """
     config = config.with_seed()
-    return loopback_driver([RankHost(config, dp_rank) for dp_rank in range(config.dp_size)])
+    hosts = [RankHost(config, dp_rank) for dp_rank in range(config.dp_size)]
+    return loopback_driver(hosts, tiers=tiers)
 
 
-def loopback_driver(hosts: Sequence[Host], driver_id: str = "driver") -> BlockManagerPool:
-    """One of several drivers of the same ranks; closing it ends them."""
+def loopback_driver(
+    hosts: Sequence[Host],
+    driver_id: str = "driver",
+    tiers: Sequence[TierHandle] | None = None,
+) -> BlockManagerPool:
+    """One of several drivers of the same ranks; closing it ends them, and the tiers."""
     ranks: list[RankHandle] = [LoopbackRank(host, driver_id) for host in hosts]
     config = hosts[0].config
     if config.host is None:
         return BlockManagerPool(config, ranks)
     pool = HierarchyBlockManagerPool(config, ranks)
-    pool.use_tiers([LocalTier(TierHost(config))], [0] * len(ranks))
+    if tiers is None:
+        num_tiers = len(ranks) if config.host.scope == "rank" else 1
+        tiers = [LocalTier(TierHost(config)) for _ in range(num_tiers)]
+    pool.use_tiers([*tiers], [rank % len(tiers) for rank in range(len(ranks))])
     return pool
 
 

@@ -47,9 +47,7 @@ class Offload:
     @property
     def is_copied(self) -> bool:
         """Whether no copy is under way or to come."""
-        if self.num_started < len(self.blocks) and not self.is_cancelled:
-            return False
-        return all(piece.is_done for piece in self.pieces)
+        return self.num_started == len(self.blocks) and all(one.is_done for one in self.pieces)
 
 
 class Offloads:
@@ -73,7 +71,7 @@ class Offloads:
         self._buffers = buffers
         self._link = link
         self._totals = totals
-        self._piece_blocks = max(1, _PIECE_BYTES // link.block_bytes)
+        self._piece_blocks = max(1, _PIECE_BYTES // link.blocks.num_bytes)
         self._queued: deque[Offload] = deque()
         self._offered: list[Offload] = []
         self._granted: deque[Offload] = deque()
@@ -88,7 +86,7 @@ class Offloads:
     def num_blocks(self) -> int:
         """Device blocks that are pinned."""
         stages = (self._queued, self._offered, self._granted, self._copying)
-        return sum(len(one.blocks) for stage in stages for one in stage if not one.is_cancelled)
+        return sum(len(one.blocks) for stage in stages for one in stage)
 
     def add(self, tokens: NDArray[np.int32], namespace: Namespace, ids: NDArray[np.int64]) -> None:
         """Queue blocks that are computed; their content is the tokens' KV.
@@ -149,8 +147,7 @@ class Offloads:
             num_ok = self._num_ok(one)
             assert one.ticket is not None, "it was granted"
             self._totals["offloaded"] += num_ok
-            if not one.is_cancelled:
-                self._totals["offloads_failed"] += len(one.blocks) - num_ok
+            self._totals["offloads_failed"] += len(one.blocks) - num_ok
             self._report(one.ticket, num_ok)
             one.blocks.release()
 
@@ -166,9 +163,7 @@ class Offloads:
         self._queued.clear()
         self._granted.clear()
         for one in self._copying:
-            for piece in one.pieces:
-                piece.cancel()
-            one.is_cancelled = True
+            self._cut(one)
         self.settle()
         num_freed = before - self.num_blocks
         self._totals["offloads_cancelled"] += num_freed
@@ -198,8 +193,18 @@ class Offloads:
         one.num_started += len(piece.batch)
         return len(piece.batch)
 
+    def _cut(self, one: Offload) -> None:
+        """Give up what of an offload has not started."""
+        # The last one first, for they start in order.
+        kept = [piece for piece in reversed(one.pieces) if not piece.cancel()][::-1]
+        num_kept = sum(len(piece.batch) for piece in kept)
+        if num_kept < len(one.blocks):
+            whole, one.blocks = one.blocks, one.blocks[:num_kept]
+            whole.release()
+            one.pieces, one.num_started = kept, num_kept
+
     def _is_unfinished(self, one: Offload) -> bool:
-        return not one.is_cancelled and one.num_started < len(one.blocks)
+        return one.num_started < len(one.blocks)
 
     def _num_ok(self, one: Offload) -> int:
         """Leading blocks that were copied."""

@@ -20,7 +20,7 @@ class TransferReport(Packed):
         loaded: of this driver's sequences whose loads are over, the tokens that came, by seq_id;
             they count as computed now. Also where none came.
         missed: why no more came, of those where something went wrong: a reason of MissReport.
-        num_loading: sequences that wait for a load.
+        num_loading: sequences of this driver that wait for a load.
         num_offloading_blocks: device blocks that offloads pin.
     """
 

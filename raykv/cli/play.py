@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from raykv.core.kv_cache_manager import RankStats
 from raykv.engine.params import GenerationRequest, SamplingParams, TokenDelta, TokenOutput
+from raykv.host_state_stats import HostStatesStats
 from raykv.hierarchy import HierarchyBlockManagerPool
 from raykv.host_stats import HostTierStats
 from raykv.pool import BlockManagerPool
@@ -55,6 +56,7 @@ class Phase:
         peak: per rank, its counters when it used most blocks.
         drained: per rank, its counters after the last answer, and what it sent on the way.
         hosts: likewise per host tier; none without.
+        host_states: likewise, of its checkpoints of recurrent state; none without.
     """
 
     served: list[Served] = field(default_factory=list)
@@ -62,6 +64,7 @@ class Phase:
     peak: list[RankStats] = field(default_factory=list)
     drained: list[RankStats] = field(default_factory=list)
     hosts: list[HostTierStats] = field(default_factory=list)
+    host_states: list[HostStatesStats] = field(default_factory=list)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -104,9 +107,10 @@ class Phase:
 
     @property
     def num_leaked_host_blocks(self) -> int:
-        """Host blocks that somebody still holds, and device blocks and loads that wait for it."""
+        """Host blocks and slots that somebody still holds, and what on the ranks waits for them."""
         waiting = (rank.num_loading_sequences + rank.num_offloading_blocks for rank in self.drained)
-        held = (host.storing + host.pinned + host.quarantined for host in self.hosts)
+        stats = [*self.hosts, *self.host_states]
+        held = (host.storing + host.pinned + host.quarantined for host in stats)
         return sum(waiting) + sum(held)
 
 
@@ -173,6 +177,7 @@ class Player:
         if isinstance(self._pool, HierarchyBlockManagerPool):
             self._pool.wait_for_transfers(_DRAIN_S)
             self.phase.hosts = self._pool.host_stats()
+            self.phase.host_states = self._pool.host_state_stats()
         self.phase.drained = list(self._pool.stats().ranks)
         self._pool.check_integrity()
         self._show()

@@ -88,6 +88,10 @@ class BlockManagerImpl(LedgerBlockManager):
             return 0
         return path_length(self._cache.find(token_ids, namespace))
 
+    def matching_ids(self, token_ids: TokenIds, *, namespace: Namespace = DEFAULT) -> Index:
+        """Ids of the longest cached prefix, int64 [n]; holds none of them, changes nothing."""
+        return self._cache.match(token_ids, namespace=namespace)
+
     def cache(
         self,
         token_ids: TokenIds,

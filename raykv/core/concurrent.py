@@ -14,8 +14,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 _METHODS = (
     "admit", "allocate", "allocate_shared", "cache", "check_integrity", "deallocate", "drop",
     "explain", "forget", "free_many", "hash_of", "is_cached", "make_handle",
-    "num_matching_blocks", "prefix_hashes", "ref_counts", "reset_prefix_cache", "retire",
-    "use_counts",
+    "matching_ids", "num_matching_blocks", "prefix_hashes", "ref_counts", "reset_prefix_cache",
+    "retire", "use_counts",
 )  # fmt: skip
 _COUNTERS = (
     "num_available_blocks", "num_blocks_in_prefix_cache", "num_evictable_blocks",

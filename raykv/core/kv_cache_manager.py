@@ -201,10 +201,6 @@ class KVCacheManager(ABC):
         """
         return None
 
-    def is_loading(self, sequence: Sequence) -> bool:  # noqa: ARG002
-        """Whether KV of the sequence is on its way from the host: it must not compute yet."""
-        return False
-
     @abstractmethod
     def get_state_transfer_infos(self) -> list[list[tuple[int, int]]]:
         """Per rank the (source, target) copies of recurrent state due before the next step.

@@ -208,7 +208,7 @@ class Engine:
         start = self._clock()
         self.is_waiting = True
         self.lifecycle.advance()
-        self.kv.pump_tier()
+        self.kv.pump_tier(ENGINE)
         deltas, self._ended = self._ended, []
         if self.lifecycle.asleep:
             return deltas

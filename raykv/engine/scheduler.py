@@ -197,7 +197,7 @@ class Scheduler:
 
     def _is_loading(self, task: Task) -> bool:
         """Whether a task waits for KV from the host; notes what it hit once it does not."""
-        if self._kv.is_loading(task.sequence):
+        if task.sequence.is_loading:
             return True
         if task.num_cached_tokens is None:
             task.num_cached_tokens = task.sequence.kv_state.num_computed_tokens

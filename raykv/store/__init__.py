@@ -6,7 +6,7 @@
 from .disk_store import DiskStore
 from .guarded import CircuitBreaker, GuardedStore
 from .interface import Buffer, KVStore, StoreStats
-from .keys import KVKeys, model_fingerprint
+from .keys import KVKeys, is_storable, layout_name, model_fingerprint
 
 __all__ = [
     "Buffer",
@@ -16,5 +16,7 @@ __all__ = [
     "KVKeys",
     "KVStore",
     "StoreStats",
+    "is_storable",
+    "layout_name",
     "model_fingerprint",
 ]

@@ -9,6 +9,7 @@ key (2**128 tries), whatever he sends.
 from __future__ import annotations
 
 import hashlib
+import secrets
 import struct
 from collections.abc import Iterable
 from typing import Final
@@ -54,6 +55,15 @@ class KVKeys:
         self._model = _fields(
             ("format", _FORMAT), ("model", model_fingerprint), ("block_size", _number(block_size))
         )
+        self._salt = b""
+
+    def renew(self) -> None:
+        """Name everything otherwise from now on: nothing that was stored before is found here.
+
+        Who makes keys anew, such as a pool that is started later, finds what was stored before, and
+        not what was stored under these.
+        """
+        self._salt = _fields(("salt", secrets.token_bytes(16)))
 
     def keys(self, token_ids: TokenIds, namespace: Namespace = DEFAULT) -> list[bytes]:
         """One key of 32 bytes per full block: key i names tokens [0, (i + 1) * block_size).
@@ -84,7 +94,7 @@ class KVKeys:
             ("lora", _text(namespace.lora)),
             ("weights_version", _number(namespace.weights_version)),
         )
-        return _digest(self._model + fields, b"raykv.root")
+        return _digest(self._model + fields + self._salt, b"raykv.root")
 
     def _items(self, items: MultimodalItems) -> dict[int, bytes]:
         """By block, what the items that begin in it add; their order within a block counts."""
@@ -102,25 +112,40 @@ class KVKeys:
         return added
 
 
-def model_fingerprint(spec: KVSpec, weights: bytes) -> bytes:
-    """Name a model and the layout of its KV blocks, in 32 bytes.
+def is_storable(namespace: Namespace) -> bool:
+    """Whether keys name the weights of this namespace for everybody.
 
-    Args:
-        spec: layers, tensors, block size and dtype: what a block's bytes mean.
-        weights: names the very weights, such as a digest of the checkpoint's files. Two runs that
-            train from one checkpoint do not have the same weights.
-
-    Raises:
-        ConfigError: ``weights`` is empty.
+    A fingerprint names the weights that a pool begins with, version 0. Later versions are numbers
+    that the pool counts: another pool means other weights by the same one.
     """
-    if not weights:
-        raise ConfigError("weights is empty: give bytes that name the weights, such as a digest")
+    return namespace.weights_version == 0
+
+
+def layout_name(spec: KVSpec) -> bytes:
+    """What a block's bytes mean: layers, tensors, block size and dtype, spelled out."""
     shapes = [
         [(tensor.name, tuple(map(int, tensor.shape))) for tensor in layer.tensors]
         for layer in spec.layers
     ]
-    layout = ("layout", _text(repr((shapes, int(spec.block_size), spec.dtype))))
-    return _digest(_fields(layout, ("weights", weights)), b"raykv.model")
+    return _text(repr((shapes, int(spec.block_size), spec.dtype)))
+
+
+def model_fingerprint(layout: bytes, weights: bytes) -> bytes:
+    """Name a model and the layout of its KV blocks, in 32 bytes.
+
+    Args:
+        layout: what a block's bytes mean; see ``layout_name``.
+        weights: names the very weights, such as a digest of the checkpoint's files. Two runs that
+            train from one checkpoint do not have the same weights.
+
+    Raises:
+        ConfigError: one of them is empty.
+    """
+    if not layout:
+        raise ConfigError("layout is empty: give bytes that say what a block's bytes mean")
+    if not weights:
+        raise ConfigError("weights is empty: give bytes that name the weights, such as a digest")
+    return _digest(_fields(("layout", layout), ("weights", weights)), b"raykv.model")
 
 
 def _digest(data: bytes, person: bytes) -> bytes:

@@ -34,6 +34,7 @@ CALLS = {
     "hash_of": lambda m: m.hash_of(1),
     "is_cached": lambda m: m.is_cached(np.array([1])),
     "make_handle": lambda m: m.allocate(1).share(),
+    "matching_ids": lambda m: m.matching_ids([1, 2]),
     "pin": lambda m: m.pin(m.allocate(1).index),
     "num_matching_blocks": lambda m: m.num_matching_blocks([1, 2]),
     "prefix_hashes": lambda m: m.prefix_hashes([1, 2]),

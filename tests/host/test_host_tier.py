@@ -177,6 +177,29 @@ def test_a_find_refreshes():
     world.drain()
 
 
+def test_what_is_ready_is_counted_without_being_used():
+    world = World(5, 2)
+    one = world.start()
+    world.put(one, run_of(1, 2))
+    world.put(one, run_of(3))
+    (store,) = world.offer(one, run_of(1, 2, 4))
+    count = world.tier.num_ready
+    assert [count(run_of(1, 2, 4)), count([*run_of(1), 2]), count(run_of(4)), count([])] == [
+        2, 1, 0, 0,
+    ]  # fmt: skip
+    assert count(run_of(1, 2), Namespace(tenant="a")) == 0
+    world.write(store)
+    world.report_stored(one, store)
+    assert count(run_of(1, 2, 4)) == 3
+    world.get(one, prompt(3))
+    before = world.tier.stats()
+    assert count(run_of(1, 2, 4)) == 3
+    assert world.tier.stats() == before
+    world.put(one, run_of(5))
+    assert (count(run_of(1, 2, 4)), count(run_of(3))) == (2, 1)  # it was not used by being counted
+    world.drain()
+
+
 def test_namespaces_do_not_mix(world, one):
     world.put(one, run_of(1, 2), namespace=Namespace(tenant="a"))
     assert num_found(world, one, 1, 2) == 0

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from raykv.core import Namespace
 from raykv.errors import ConfigError
 from raykv.memory.spec import KVSpec
-from raykv.store import KVKeys, model_fingerprint
+from raykv.store import KVKeys, is_storable, layout_name, model_fingerprint
 
 KEYS = KVKeys(b"model", 4)
 FIRST = "a818de28a99bf7aef6a8d55a7a1ebdcd9a0ed0ade005af421db0143301a24272"
@@ -131,9 +131,11 @@ def test_fingerprints_tell_layouts_and_weights_apart():
         KVSpec.uniform(2, 2, 4, 8, "float32"),
         KVSpec.uniform(2, 2, 4, 16, "bfloat16"),
     ]
-    names = [model_fingerprint(spec, weights) for spec in specs for weights in (b"a", b"b")]
+    names = [
+        model_fingerprint(layout_name(spec), weights) for spec in specs for weights in (b"a", b"b")
+    ]
     assert len(set(names)) == len(names)
-    again = KVSpec.uniform(2, 2, 4, 16, "float32")
+    again = layout_name(KVSpec.uniform(2, 2, 4, 16, "float32"))
     assert model_fingerprint(again, b"a") == names[0]
     assert model_fingerprint(again, b"a").hex() == FINGERPRINT
 
@@ -144,9 +146,16 @@ def test_what_names_no_model_is_refused(arguments):
         KVKeys(*arguments)
 
 
-def test_weights_without_a_name_are_refused():
+def test_weights_and_layouts_without_a_name_are_refused():
     with pytest.raises(ConfigError, match="weights is empty"):
-        model_fingerprint(KVSpec.uniform(1, 1, 1, 1, "float32"), b"")
+        model_fingerprint(b"layout", b"")
+    with pytest.raises(ConfigError, match="layout is empty"):
+        model_fingerprint(b"", b"weights")
+
+
+def test_only_the_weights_that_a_pool_begins_with_have_a_name_for_others():
+    assert is_storable(Namespace("x", "y"))
+    assert not is_storable(Namespace("x", "y", weights_version=1))
 
 
 def test_token_ids_that_are_none_are_refused():

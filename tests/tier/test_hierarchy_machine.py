@@ -1,0 +1,219 @@
+"""Random histories of a pool with a host tier: whatever goes wrong, no sequence reads wrong KV."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from raykv import Namespace, Sequence
+from raykv.errors import RankUnavailableError, RequestError
+
+from .machine_world import MachineWorld
+from .tier_world import wait_until
+
+tokens = st.one_of(
+    st.lists(st.integers(0, 1), min_size=1, max_size=9),
+    st.builds(lambda n, tail: [0] * n + tail, st.integers(1, 8), st.lists(st.integers(0, 1))),
+)
+picks = st.integers(0, 10**6)
+has_sequences = precondition(lambda self: self.world.sequences)
+
+
+class HierarchyMachine(RuleBasedStateMachine):
+    @initialize(
+        kind=st.sampled_from(["local", "loopback"]),
+        dp_size=st.integers(1, 2),
+        num_blocks=st.integers(3, 10),
+        num_host_blocks=st.integers(3, 14),
+        block_size=st.integers(1, 3),
+        word_faults=st.sampled_from([0.0, 0.0, 0.1]),
+        seed=picks,
+    )
+    def begin(self, kind, num_host_blocks, seed, word_faults, **sizes):
+        self.world = MachineWorld(
+            kind,
+            seed,
+            word_faults=word_faults,
+            host={"num_blocks": num_host_blocks},
+            num_single_blocks=6,
+            ray={"call_timeout_s": 0.02},
+            **sizes,
+        )
+        self.pool = self.world.pool
+
+    def teardown(self):
+        if hasattr(self, "world"):
+            try:
+                self.world.drain()
+            finally:
+                self.world.close()
+
+    def pick(self, number):
+        return self.world.sequences[number % len(self.world.sequences)]
+
+    def rank_of(self, number):
+        return number % len(self.pool.ranks)
+
+    # -- sequences ------------------------------------------------------------------------------
+
+    @rule(token_ids=tokens)
+    def arrive(self, token_ids):
+        version = self.pool.weights_version()[0]
+        sequence = Sequence(token_ids, namespace=Namespace(weights_version=version))
+        with contextlib.suppress(RequestError):  # longer than the rank
+            if self.pool.allocate(sequence):
+                self.world.sequences.append(sequence)
+                self.world.note(sequence)
+        self.world.swap()
+
+    def may_compute(self, sequence):
+        return not sequence.is_loading or id(sequence) not in self.world.asked
+
+    @has_sequences
+    @rule(number=picks, more=st.lists(st.integers(0, 1), max_size=3), share=st.floats(0, 1))
+    def compute(self, number, more, share):
+        """While a load is planned too, as long as it was not started."""
+        sequence = self.pick(number)
+        state = sequence.kv_state
+        sequence.extend(more)
+        with contextlib.suppress(RequestError):
+            if self.pool.allocate(sequence) and self.may_compute(sequence):
+                self.world.swap()
+                missing = sequence.num_tokens - state.num_computed_tokens
+                self.world.write(sequence, state.num_computed_tokens + round(missing * share))
+        self.world.swap()
+
+    @has_sequences
+    @rule(number=picks)
+    def cache(self, number):
+        self.pool.cache(self.pick(number))
+
+    @has_sequences
+    @rule(number=picks)
+    def fork(self, number):
+        parent = self.pick(number)
+        child = parent.fork()
+        if child.single_block_id is not None:
+            self.world.note(parent)
+            self.world.born[id(child)] = self.world.born[id(parent)]
+            num_computed = child.kv_state.num_computed_tokens
+            self.world.eras[id(child)] = self.world.eras[id(parent)][:num_computed]
+            self.world.sequences.append(child)
+
+    @has_sequences
+    @rule(number=picks, publish=st.booleans())
+    def end(self, number, publish):
+        sequence = self.pick(number)
+        self.world.forget(sequence)
+        (self.pool.deallocate if publish else self.pool.deallocate_without_cache)(sequence)
+
+    # -- moving ---------------------------------------------------------------------------------
+
+    @rule()
+    def transfer(self):
+        self.world.asked |= {id(sequence) for sequence in self.world.sequences}
+        self.pool.transfer_blocks()
+
+    @rule(
+        number=picks,
+        fault=st.sampled_from([None, None, None, "fail", "short", "late", "corrupt"]),
+    )
+    def copy(self, number, fault):
+        self.world.copy(self.rank_of(number), fault)
+
+    @rule(number=picks)
+    def load_and_store(self, number):
+        """A good while in which nothing goes wrong."""
+        for _ in range(3):
+            self.transfer()
+            for rank in range(len(self.pool.ranks)):
+                self.world.copy(rank, None)
+                self.world.copy(rank, None)
+        self.transfer()
+
+    @rule(seconds=st.sampled_from([1.0, 60.0, 150.0]))
+    def wait(self, seconds):
+        self.world.offset_s += seconds
+
+    # -- what happens to all --------------------------------------------------------------------
+
+    @rule()
+    def reset(self):
+        tier = self.world.tier
+        if tier.is_frozen or tier.is_dead:
+            with pytest.raises(RankUnavailableError):
+                self.pool.reset_prefix_cache()
+        else:
+            self.pool.reset_prefix_cache()
+            self.world.era += 1
+
+    @rule(mode=st.sampled_from(["wait", "keep"]))
+    def update_weights(self, mode):
+        self.pool.update_weights(self.pool.weights_version()[0] + 1, mode=mode)
+        self.world.era += 1
+
+    @rule()
+    def retire(self):
+        with contextlib.suppress(RankUnavailableError):
+            self.pool.retire(max(0, self.pool.weights_version()[0] - 1))
+
+    @rule()
+    def sleep(self):
+        self.world.open()
+        with contextlib.suppress(RequestError):
+            self.pool.sleep()
+        self.pool.wake_up()
+        self.world.open(is_open=False)
+
+    @rule(what=st.sampled_from(["freeze", "thaw", "thaw", "kill", "restart", "restart"]))
+    def harm(self, what):
+        tier = self.world.tier
+        if tier.is_dead == (what == "restart"):
+            getattr(tier, what)()
+
+    @rule()
+    def expire(self):
+        """The tier has heard of no rank for long."""
+        host = self.world.tier.host
+        if self.world.books is not None and not self.world.tier.is_dead:
+            with host._lock:
+                host._books.expire(float("inf"))
+
+    @rule(number=picks)
+    def lose(self, number):
+        """The driver and a rank have not heard of each other for long."""
+        if not self.world.hosts:
+            return
+        rank = self.pool.ranks[self.rank_of(number)]
+        mine = [one for one in self.world.sequences if one.dp_rank == rank.dp_rank]
+        rank.lose("for a test")
+        for sequence in mine:
+            self.world.forget(sequence)
+            self.pool.deallocate(sequence)
+        self.pool.monitor.beat()
+        wait_until(lambda: rank.lost is None)
+
+    @invariant()
+    def all_is_well(self):
+        if not hasattr(self, "world"):
+            return
+        self.world.check(*self.world.sequences)
+        for sequence in self.world.sequences:
+            kv = self.world.kv_of(sequence.dp_rank)
+            theirs = kv._rows.sequences[sequence.single_block_id]
+            assert np.array_equal(theirs.kv_state.block_ids, sequence.kv_state.block_ids)
+            assert theirs.is_loading <= sequence.is_loading
+
+
+TestHierarchyMachine = HierarchyMachine.TestCase
+TestHierarchyMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+@pytest.mark.nightly
+class TestLongHierarchyMachine(HierarchyMachine.TestCase):
+    settings = settings(max_examples=3000, stateful_step_count=80, deadline=None)
