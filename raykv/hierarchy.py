@@ -205,8 +205,9 @@ class HierarchyBlockManagerPool(BlockManagerPool):
         ranks = self.stats().ranks
         if any(rank.num_loading_sequences or rank.num_offloading_blocks for rank in ranks):
             return True
-        stats = [*self.host_stats(), *self.host_state_stats()]
-        return any(each.storing or each.pinned for each in stats)
+        if any(host.storing or host.pinned for host in self.host_stats()):
+            return True
+        return any(host.storing or host.pinned for host in self.host_state_stats())
 
     def wait_for_transfers(self, timeout_s: float) -> bool:
         """Wait until nothing is on its way to or from the host; the engine moves it on.

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from raykv.core.kv_cache_manager import RankStats
 from raykv.engine.params import GenerationRequest, SamplingParams, TokenDelta, TokenOutput
-from raykv.host_state_stats import HostStatesStats
 from raykv.hierarchy import HierarchyBlockManagerPool
+from raykv.host_state_stats import HostStatesStats
 from raykv.host_stats import HostTierStats
 from raykv.pool import BlockManagerPool
 
@@ -109,9 +109,9 @@ class Phase:
     def num_leaked_host_blocks(self) -> int:
         """Host blocks and slots that somebody still holds, and what on the ranks waits for them."""
         waiting = (rank.num_loading_sequences + rank.num_offloading_blocks for rank in self.drained)
-        stats = [*self.hosts, *self.host_states]
-        held = (host.storing + host.pinned + host.quarantined for host in stats)
-        return sum(waiting) + sum(held)
+        blocks = (host.storing + host.pinned + host.quarantined for host in self.hosts)
+        slots = (host.storing + host.pinned + host.quarantined for host in self.host_states)
+        return sum(waiting) + sum(blocks) + sum(slots)
 
 
 class Player:

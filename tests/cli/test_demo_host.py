@@ -83,9 +83,8 @@ def test_what_the_host_still_holds_is_found(options):
 
 def test_host_blocks_win_over_a_file(tmp_path, options):
     file = tmp_path / "pool.yaml"
-    file.write_text(
-        "num_blocks: 300\nmemory: {}\nmodel: {path: smollm2}\nhost: {num_blocks: 9, checksum_rate: 0.5}\n"
-    )
+    host = "host: {num_blocks: 9, checksum_rate: 0.5}"
+    file.write_text(f"num_blocks: 300\nmodel: {{path: smollm2}}\n{host}\n")
     config = pool_config(replace(options, config=file))
     assert (config.host.num_blocks, config.host.checksum_rate) == (400, 0.5)
     assert pool_config(replace(options, config=file, host_blocks=None)).host.num_blocks == 9
