@@ -23,7 +23,7 @@ from raykv.hierarchy import HierarchyBlockManagerPool, local_pool
 from raykv.pool import BlockManagerPool
 
 MODEL, BLOCK_SIZE = "smollm2", 16
-DEVICE_ONLY, HOST, STORE = "device only", "host memory", "half of it, and a disk"
+DEVICE_ONLY, HOST, STORE = "device only", "host memory", "half of it and a disk"
 TARGET_SPEED_UP = 4.0
 _OVERCOMMIT = 4  # blocks of all conversations over blocks of the device
 _WAIT_S = 30.0
