@@ -26,6 +26,7 @@ from raykv.transfer_report import TransferReport
 T = TypeVar("T")
 
 _LOOK_S = 0.001
+_LOOK_EVERY_S = 0.02
 _MAX_LOOK_S = 0.02
 
 
@@ -195,8 +196,31 @@ class HierarchyBlockManagerPool(BlockManagerPool):
 
     def host_state_stats(self) -> list[HostStatesStats]:
         """Counters of the checkpoints of recurrent state on the hosts; of no tier without any."""
-        answers = [future.result() for future in [tier.state_stats() for tier in self.tiers]]
+        answers = self._answers([tier.state_stats() for tier in self.tiers])
         return [answer for answer in answers if answer is not None]
+
+    @property
+    def has_transfers(self) -> bool:
+        """Whether anything is on its way between a device and its host."""
+        ranks = self.stats().ranks
+        if any(rank.num_loading_sequences or rank.num_offloading_blocks for rank in ranks):
+            return True
+        if any(host.storing or host.pinned for host in self.host_stats()):
+            return True
+        return any(host.storing or host.pinned for host in self.host_state_stats())
+
+    def wait_for_transfers(self, timeout_s: float) -> bool:
+        """Wait until nothing is on its way to or from the host; the engine moves it on.
+
+        Returns:
+            Whether that is so; False after ``timeout_s`` seconds.
+        """
+        deadline = time.monotonic() + timeout_s
+        while self.has_transfers:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_LOOK_EVERY_S)
+        return True
 
     # -- what also concerns the host ------------------------------------------------------------
 
@@ -238,3 +262,14 @@ class HierarchyBlockManagerPool(BlockManagerPool):
         for tier in getattr(self, "tiers", []):
             with contextlib.suppress(RaykvError):
                 tier.close()
+
+
+def local_pool(config: PoolConfig | str | Path) -> BlockManagerPool:
+    """A pool in this process, with host memory behind it where the configuration has some.
+
+    Raises:
+        ConfigError: the model, the memory or the routing policy cannot be had.
+    """
+    config = PoolConfig.of(config)
+    kind = BlockManagerPool if config.host is None else HierarchyBlockManagerPool
+    return kind.local(config)

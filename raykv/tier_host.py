@@ -9,6 +9,7 @@ import select
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -238,7 +239,8 @@ class TierHost:
     def stats(self) -> HostTierStats:
         """Count blocks."""
         with self._lock:
-            return self._open().blocks.stats()
+            books = self._open()
+            return replace(books.blocks.stats(), block_bytes=books.slab.block_bytes)
 
     def state_stats(self) -> HostStatesStats | None:
         """Count checkpoints; None where sequences have no recurrent state."""

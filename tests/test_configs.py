@@ -47,6 +47,7 @@ def read(tmp_path, text):
 def test_the_files_are_those_we_know():
     assert sorted(path.name for path in CONFIGS.iterdir()) == [
         "bookkeeping.yaml",
+        "host.yaml",
         "hybrid.yaml",
         "local.yaml",
         "multi_node.yaml",
@@ -63,6 +64,12 @@ def test_hybrid():
     assert config.linear_state.match == "deepest"
     assert config.linear_state.num_slots > 4 * config.max_num_seqs
     assert config.model.path == "qwen3_5-tiny"
+
+
+def test_host():
+    config = PoolConfig.from_yaml(CONFIGS / "host.yaml")
+    assert config == pool_config(DemoOptions(num_blocks=80, host_blocks=1024))
+    assert config.host.num_blocks > config.dp_size * config.num_blocks
 
 
 def test_one_gpu():
