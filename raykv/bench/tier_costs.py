@@ -35,6 +35,7 @@ BLOCK_SIZE, BATCH = 16, 256  # tokens; blocks
 NUM_HOST_BLOCKS = 65_536
 OFFLOAD_TARGET_US = 3.0
 MAX_EXTRA_EXCHANGES = 1
+_DRIVER = ""  # of sequences that no pool gave a driver
 _TINY = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 1, "device": "cpu"}
 
 
@@ -140,7 +141,7 @@ class TierBench:
         """Move on until nothing is under way; waiting takes no processor time."""
         tier = self.kv.tier
         while tier is not None and not tier.is_idle:
-            self.kv.pump_tier()
+            self.kv.pump_tier(_DRIVER)
             assert tier.link.copier is not None, "it is connected"
             tier.link.copier.wait_idle()
 
@@ -160,7 +161,7 @@ def make_config(num_host_blocks: int | None) -> PoolConfig:
     }
     if num_host_blocks is not None:
         values["host"] = {"num_blocks": num_host_blocks}
-    return PoolConfig(**values)
+    return PoolConfig(**values).with_seed()
 
 
 def rows(num_host_blocks: int = NUM_HOST_BLOCKS, num_runs: int = 100) -> Iterator[Row]:
