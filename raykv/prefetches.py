@@ -33,7 +33,7 @@ _STEP_BLOCKS = 32
 _MAX_AT_ONCE = 4
 _MAX_UNDER_WAY = 256
 # How long a source that had nothing more for a prompt is not asked for it again.
-_KNOWN_S = 3.0
+_KNOWN_S = 1.0
 _MAX_KNOWN = 4096
 # For a cancelled read to end. A source that keeps to its contract ends at once.
 _END_S = 1.0

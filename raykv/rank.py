@@ -157,7 +157,7 @@ class RankKV(RankCounters, RankTiering, RankTransfers):
                 namespace=sequence.namespace,
                 others=self._rows.admitted_before(sequence),
             )
-        return self.host_report(report, row)
+        return self.host_report(report, sequence, row)
 
     def allocate_shared(self, sequence: Sequence) -> None:
         """See KVCacheManager; a sequence that holds blocks already keeps just those."""

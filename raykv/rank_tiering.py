@@ -158,14 +158,17 @@ class RankTiering(KVCacheManager):
         end = self._host_hits.get(row)
         return 0 if end is None else end.num_blocks
 
-    def host_report(self, report: MissReport, row: int) -> MissReport:
+    def host_report(self, report: MissReport, sequence: Sequence, row: int) -> MissReport:
         """Say what came from the host, and whether something there went wrong."""
         end = self._host_hits.get(row)
         if end is None:
             return report
         report = replace(report, num_host_tokens=end.num_blocks * self.block_size)
         if not end.reason:
-            return report
+            num_left = sequence.kv_state.num_admitted_tokens - report.num_hit_tokens
+            # Whether the host has the last block too, nobody has asked.
+            is_all = end.num_blocks and num_left == self.block_size
+            return replace(report, reason="last_token_kept") if is_all else report
         reason: MissReason = end.reason  # type: ignore[assignment]
         num_hit, num_host = report.num_hit_tokens, report.num_host_tokens
         return MissReport(reason, num_hit, num_hit, num_host_tokens=num_host)
