@@ -109,10 +109,12 @@ class HierarchyMachine(RuleBasedStateMachine):
         self.world.forget(sequence)
         (self.pool.deallocate if publish else self.pool.deallocate_without_cache)(sequence)
 
-    @rule(prompts=st.lists(tokens, min_size=1, max_size=4))
-    def live(self, prompts):
+    @rule(prompts=st.lists(tokens, min_size=1, max_size=4), evict=st.booleans())
+    def live(self, prompts, evict):
         """Whole lives, one after the other, in which nothing goes wrong that has not already."""
         for token_ids in prompts:
+            if evict:
+                self._evict(None)
             num_before = len(self.world.sequences)
             self.arrive(token_ids=token_ids)
             if len(self.world.sequences) > num_before:
@@ -130,7 +132,7 @@ class HierarchyMachine(RuleBasedStateMachine):
 
     @rule(
         steps=st.lists(
-            st.sampled_from([None, None, None, None, "fail", "short", "late", "corrupt"]),
+            st.sampled_from([None, "fail", "short", "late", "corrupt", None, None, None]),
             min_size=1,
             max_size=5,
         )
@@ -146,13 +148,18 @@ class HierarchyMachine(RuleBasedStateMachine):
 
     @rule(
         what=st.sampled_from(
-            ["reset", "reset", "update", "retire", "sleep", "freeze", "thaw", "kill", "restart",
-             "expire", "lose", "wait", "wait"]
+            ["reset", "update", "retire", "sleep", "freeze", "thaw", "thaw", "kill", "restart",
+             "restart", "restart", "expire", "lose", "wait", "wait", "evict", "evict", "evict"]
         ),
         number=picks,
     )  # fmt: skip
     def happen(self, what, number):
         getattr(self, f"_{what}")(number)
+
+    def _evict(self, _):
+        """The devices needed all that nobody held."""
+        for rank in range(len(self.pool.ranks)):
+            self.world.kv_of(rank).block_manager.reset_prefix_cache()
 
     def _wait(self, number):
         self.world.offset_s += [1.0, 60.0, 150.0][number % 3]
