@@ -81,6 +81,17 @@ class RayHierarchyPool(RayPool, HierarchyBlockManagerPool):
         """Know the tiers: all, per rank, and by Ray node."""
         self.tiers, self._tier_of, self._tier_on = tiers, tier_of, tier_on
 
+    def introduce_tiers(self) -> None:
+        """Let the tiers of different nodes read each other's blocks."""
+        host = self.config.host
+        if host is None or not host.peers or host.scope == "rank" or len(self.tiers) < 2:
+            return
+        tiers = [tier for tier in self.tiers if isinstance(tier, RayTier)]
+        actors = {str(index): tier.actor for index, tier in enumerate(tiers)}
+        for index, tier in enumerate(tiers):
+            others = {name: actor for name, actor in actors.items() if name != str(index)}
+            tier.call("set_peers", others)
+
     def tier_of(self, rank: RankHandle) -> TierHandle:
         """See HierarchyBlockManagerPool; Ray may have restarted the rank on another node."""
         assert isinstance(rank, RayRank), "the pool is one over Ray"
@@ -89,5 +100,6 @@ class RayHierarchyPool(RayPool, HierarchyBlockManagerPool):
             if node_id not in self._tier_on:
                 self.tiers.append(self.start_tier(node_id, rank.info.block_bytes))
                 self._tier_on[node_id] = len(self.tiers) - 1
+                self.introduce_tiers()
             self._tier_of[rank.dp_rank] = self._tier_on[node_id]
         return self.tiers[self._tier_of[rank.dp_rank]]

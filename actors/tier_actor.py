@@ -5,16 +5,23 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import Any
 
+import numpy as np
 import ray
+from numpy.typing import NDArray
+from ray.util import get_node_ip_address
 
 from raykv.actors.errors import translate
 from raykv.actors.wire import pack, split, unpack
 from raykv.config import PoolConfig
+from raykv.core.namespace import Namespace
 from raykv.errors import RankUnavailableError
+from raykv.host_state_stats import HostStatesStats
 from raykv.host_stats import HostTierStats
+from raykv.host_tickets import LoadResult, LoadTicket, Want
 from raykv.tier_handle import TierHandle
 from raykv.tier_host import TierHost
-from raykv.tier_messages import TierInfo
+from raykv.tier_messages import BlockKind, TierInfo
+from raykv.transport import ObjectStoreTransport, RowRequest
 
 _MAX_CONCURRENCY = 8  # calls are short, but for those that wait for a store
 
@@ -24,10 +31,16 @@ class TierActor:
 
     Args:
         config: the pool's configuration.
+        index: which of the pool's tiers it is.
     """
 
-    def __init__(self, config: PoolConfig) -> None:
-        self._host = TierHost(config)
+    def __init__(self, config: PoolConfig, index: int) -> None:
+        assert config.host is not None, "a host tier is asked for"
+        self._peers: dict[str, RayPeer] = {}
+        self._index = index
+        self._by_objects = config.host.transport == "object_store"
+        transport = ObjectStoreTransport(self._fetch) if self._by_objects else None
+        self._host = TierHost(config, index, transport=transport)
 
     def ready(self) -> int:
         """The process that it runs in, once it runs."""
@@ -37,9 +50,9 @@ class TierActor:
         """See TierHost.exchange; packed both ways."""
         return pack(self._host.exchange(unpack(parts)))
 
-    def join(self, client_id: str, pid: int, block_bytes: int, replaces: str = "") -> TierInfo:
+    def join(self, client_id: str, pid: int, kind: BlockKind, replaces: str = "") -> TierInfo:
         """See TierHost."""
-        return self._host.join(client_id, pid, block_bytes, replaces)
+        return self._host.join(client_id, pid, kind, replaces)
 
     def renew(self, client_id: str) -> bool:
         """See TierHost."""
@@ -48,6 +61,48 @@ class TierActor:
     def unmapped(self, client_id: str) -> None:
         """See TierHost."""
         self._host.unmapped(client_id)
+
+    def prefetch(self, tokens: NDArray[np.int32], namespace: Namespace) -> bool:
+        """See TierHost."""
+        return self._host.prefetch(tokens, namespace)
+
+    def wait_prefetch(
+        self, tokens: NDArray[np.int32], namespace: Namespace, timeout_s: float
+    ) -> bool:
+        """See TierHost."""
+        return self._host.wait_prefetch(tokens, namespace, timeout_s)
+
+    def drain(self, timeout_s: float) -> bool:
+        """See TierHost."""
+        return self._host.drain(timeout_s)
+
+    def source_stats(self) -> dict[str, Any]:
+        """See TierHost."""
+        return self._host.source_stats()
+
+    def set_peers(self, actors: dict[str, Any]) -> None:
+        """Know the other nodes' tiers, by name."""
+        self._peers = {name: RayPeer(name, self._index, actor) for name, actor in actors.items()}
+        self._host.set_peers([*self._peers.values()])
+
+    def lend(self, peer: str, want: Want) -> tuple[str, LoadTicket]:
+        """See TierHost.lend; with the address to read from: a name, where objects are carried."""
+        if self._by_objects:
+            return f"{self._index}", self._host.lend(peer, want)
+        return self._host.serve(get_node_ip_address()), self._host.lend(peer, want)
+
+    def give_back(self, peer: str, result: LoadResult) -> None:
+        """See TierHost."""
+        self._host.give_back(peer, result)
+
+    def take_rows(self, request: RowRequest) -> list[NDArray[np.uint8]]:
+        """See TierHost; through Ray's object store."""
+        return self._host.take_rows(request)
+
+    async def _fetch(self, address: str, request: RowRequest) -> list[NDArray[np.uint8]]:
+        """What ObjectStoreTransport carries; the address is a peer's name."""
+        rows: list[NDArray[np.uint8]] = await self._peers[address].actor.take_rows.remote(request)
+        return rows
 
     def reset(self) -> tuple[int, int]:
         """See TierHost."""
@@ -61,6 +116,10 @@ class TierActor:
         """See TierHost."""
         return self._host.stats()
 
+    def state_stats(self) -> HostStatesStats | None:
+        """See TierHost."""
+        return self._host.state_stats()
+
     def check_integrity(self) -> None:
         """See TierHost."""
         self._host.check_integrity()
@@ -68,6 +127,31 @@ class TierActor:
     def close(self) -> None:
         """See TierHost."""
         self._host.close()
+
+
+class RayPeer:
+    """Another node's tier, for this one to read from; see PeerHandle.
+
+    Args:
+        name: its own.
+        index: of the tier that reads.
+        actor: the handle of its TierActor.
+    """
+
+    def __init__(self, name: str, index: int, actor: Any) -> None:
+        self.name = self.address = name
+        self.actor = actor
+        self._reader = str(index)
+
+    async def find(self, want: Want) -> LoadTicket | None:
+        """See PeerHandle."""
+        ticket: LoadTicket
+        self.address, ticket = await self.actor.lend.remote(self._reader, want)
+        return ticket
+
+    async def loaded(self, result: LoadResult) -> None:
+        """See PeerHandle."""
+        await self.actor.give_back.remote(self._reader, result)
 
 
 class RayTier(TierHandle):

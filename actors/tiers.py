@@ -71,8 +71,8 @@ class TierStarter:
         if self._name is not None:
             options |= {"name": f"{self._name}-host-{self._num_started}"}
             options |= {"namespace": self._namespace}
+        actor = tier_class(**options).remote(self._config, self._num_started)
         self._num_started += 1
-        actor = tier_class(**options).remote(self._config)
         self._cleanup.callback(_kill, actor)
         try:
             ray.get(actor.ready.remote(), timeout=_READY_S)
@@ -98,6 +98,7 @@ class TierStarter:
         pool.start_tier = self.start
         pool.adopt_tiers(tiers, tier_of, tier_on)
         pool.connect_ranks()
+        pool.introduce_tiers()
 
 
 def find_tiers(pool: RayHierarchyPool, ranks: list[RayRank], starter: TierStarter) -> None:

@@ -325,6 +325,11 @@ class PoolConfig(FrozenModel):
                 "host is given, but neither memory nor model is, so there is nothing to copy: give "
                 "one, or leave host out"
             )
+        if self.store is not None and self.has_linear_state:
+            raise ValueError(
+                "store is given beside linear_state, but stores keep KV only, of no use without "
+                "the recurrent state: leave store out"
+            )
         if self.host.eviction not in EVICTION_POLICIES and ":" not in self.host.eviction:
             known = ", ".join(map(repr, EVICTION_POLICIES))
             raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
@@ -12,7 +13,9 @@ from typing import Self, TypeVar
 
 from raykv.config import PoolConfig
 from raykv.core.kv_cache_manager import Sequences, flatten
+from raykv.core.sequence import Sequence
 from raykv.errors import ConfigError, RankUnavailableError, RaykvError
+from raykv.host_state_stats import HostStatesStats
 from raykv.host_stats import HostTierStats
 from raykv.pool import BlockManagerPool
 from raykv.rank_handle import RankHandle, results
@@ -23,6 +26,7 @@ from raykv.transfer_report import TransferReport
 T = TypeVar("T")
 
 _LOOK_S = 0.001
+_LOOK_EVERY_S = 0.02
 _MAX_LOOK_S = 0.02
 
 
@@ -43,6 +47,12 @@ class HierarchyBlockManagerPool(BlockManagerPool):
     tiers: list[TierHandle]
     _tier_of: list[int]
     _has_tiers = True
+
+    def __init__(self, config: PoolConfig, ranks: list[RankHandle]) -> None:
+        super().__init__(config, ranks)
+        self._prefetching: weakref.WeakKeyDictionary[Sequence, TierHandle] = (
+            weakref.WeakKeyDictionary()
+        )
 
     @classmethod
     def local(
@@ -65,7 +75,7 @@ class HierarchyBlockManagerPool(BlockManagerPool):
         try:
             num_tiers = pool.config.dp_size if config.host.scope == "rank" else 1
             if tiers is None:
-                tiers = [LocalTier(TierHost(pool.config)) for _ in range(num_tiers)]
+                tiers = [LocalTier(TierHost(pool.config, index)) for index in range(num_tiers)]
             pool.use_tiers([*tiers], [rank % len(tiers) for rank in range(pool.config.dp_size)])
         except BaseException:
             pool.close()
@@ -124,6 +134,43 @@ class HierarchyBlockManagerPool(BlockManagerPool):
         reports = self._of_all([rank.transfer() for rank in self.ranks], nothing)
         return sum(reports, nothing)
 
+    # -- the store ------------------------------------------------------------------------------
+
+    def prefetch_from_storage(self, request: Sequences) -> None:
+        """Begin to read what the store has of prompts into host memory, while they wait.
+
+        On the host tier of the rank that ``select_rank`` names now. Waits for nothing but that
+        tier's word.
+        """
+        begun = []
+        for sequence in flatten(request):
+            tier = self.tier_of(self.ranks[self.select_rank(sequence)])
+            self._prefetching[sequence] = tier
+            begun.append(tier.prefetch(sequence.token_ids, sequence.namespace))
+        for future in begun:
+            future.result()
+
+    def update_prefetch_result(self, request: Sequences, timeout_s: float) -> bool:
+        """Wait for what ``prefetch_from_storage`` began, then give up what has not arrived.
+
+        What has arrived can be loaded: ``allocate`` finds it.
+
+        Args:
+            request: as given to ``prefetch_from_storage``.
+            timeout_s: seconds to wait for all of it.
+
+        Returns:
+            Whether all that the store said it has is on the host.
+        """
+        waiting = []
+        for sequence in flatten(request):
+            tier = self._prefetching.pop(sequence, None)
+            if tier is not None:
+                tokens, namespace = sequence.token_ids, sequence.namespace
+                waiting.append(tier.wait_prefetch(tokens, namespace, timeout_s))
+        answers = [future.result() for future in waiting]
+        return all(answers)
+
     # -- counters -------------------------------------------------------------------------------
 
     def num_free_host_blocks(self) -> list[int]:
@@ -147,17 +194,48 @@ class HierarchyBlockManagerPool(BlockManagerPool):
                 f"a host tier has not answered for {limit_s:g} s: try again, or make a new pool"
             ) from None
 
+    def host_state_stats(self) -> list[HostStatesStats]:
+        """Counters of the checkpoints of recurrent state on the hosts; of no tier without any."""
+        answers = self._answers([tier.state_stats() for tier in self.tiers])
+        return [answer for answer in answers if answer is not None]
+
+    @property
+    def has_transfers(self) -> bool:
+        """Whether anything is on its way between a device and its host."""
+        ranks = self.stats().ranks
+        if any(rank.num_loading_sequences or rank.num_offloading_blocks for rank in ranks):
+            return True
+        if any(host.storing or host.pinned for host in self.host_stats()):
+            return True
+        return any(host.storing or host.pinned for host in self.host_state_stats())
+
+    def wait_for_transfers(self, timeout_s: float) -> bool:
+        """Wait until nothing is on its way to or from the host; the engine moves it on.
+
+        Returns:
+            Whether that is so; False after ``timeout_s`` seconds.
+        """
+        deadline = time.monotonic() + timeout_s
+        while self.has_transfers:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_LOOK_EVERY_S)
+        return True
+
     # -- what also concerns the host ------------------------------------------------------------
 
     def reset_prefix_cache(self) -> list[int]:
         """See KVCacheManager; the host tiers forget everything, too.
 
-        They do so first and count an epoch: what ranks had before their own reset is refused.
+        They do so first and count an epoch: what ranks had before their own reset is refused. Of
+        several, each does it twice: in between, one may have read from another what that still had.
+        A store's blocks of before are found by nobody in this pool, but by pools that start later.
 
         Raises:
             RankUnavailableError: a host tier does not answer; reset again when it does.
         """
-        epochs = [epoch for epoch, _ in self._answers([tier.reset() for tier in self.tiers])]
+        for _ in self.tiers[:2]:
+            epochs = [epoch for epoch, _ in self._answers([tier.reset() for tier in self.tiers])]
         counts = super().reset_prefix_cache()
         replies = [rank.begin_epoch(epochs[self._tier_of[rank.dp_rank]]) for rank in self.ranks]
         self._of_all(replies, None)
@@ -184,3 +262,14 @@ class HierarchyBlockManagerPool(BlockManagerPool):
         for tier in getattr(self, "tiers", []):
             with contextlib.suppress(RaykvError):
                 tier.close()
+
+
+def local_pool(config: PoolConfig | str | Path) -> BlockManagerPool:
+    """A pool in this process, with host memory behind it where the configuration has some.
+
+    Raises:
+        ConfigError: the model, the memory or the routing policy cannot be had.
+    """
+    config = PoolConfig.of(config)
+    kind = BlockManagerPool if config.host is None else HierarchyBlockManagerPool
+    return kind.local(config)

@@ -31,6 +31,7 @@ class HostTierStats:
         stale: that were reassigned, or seemed so, while they were read.
         refused: that were offered and found no room.
         expired: reports, not blocks: those of tickets that were over.
+        block_bytes: bytes of a block; 0 where the books have no memory.
     """
 
     blocks: int
@@ -48,6 +49,7 @@ class HostTierStats:
     stale: int
     refused: int
     expired: int
+    block_bytes: int = 0
 
 
 def count(tier: HostTier) -> HostTierStats:

@@ -33,7 +33,7 @@ _STEP_BLOCKS = 32
 _MAX_AT_ONCE = 4
 _MAX_UNDER_WAY = 256
 # How long a source that had nothing more for a prompt is not asked for it again.
-_KNOWN_S = 3.0
+_KNOWN_S = 1.0
 _MAX_KNOWN = 4096
 # For a cancelled read to end. A source that keeps to its contract ends at once.
 _END_S = 1.0
@@ -56,6 +56,7 @@ class _Fetch:
     Attributes:
         prompt: of which; its tokens are a copy.
         key: its name.
+        epoch: how many resets there were when it began.
         num_blocks: of the prompt.
         num_said: leading blocks that host and sources have, by what they said.
         ticket_id: of the step under way.
@@ -66,6 +67,7 @@ class _Fetch:
 
     prompt: Prompt
     key: _Key
+    epoch: int
     num_blocks: int
     num_said: int = 0
     ticket_id: int = NO_TICKET
@@ -121,6 +123,7 @@ class Prefetches:
         self._known: OrderedDict[_Key, _Outcome] = OrderedDict()  # the oldest first
         self._counts: Counter[str] = Counter()
         self._last_error: str | None = None
+        self._epoch = 0
         self._is_closed = False
 
     # -- for the ranks --------------------------------------------------------------------------
@@ -149,7 +152,7 @@ class Prefetches:
                 return False
             # A view of a message would keep all of it alive.
             prompt = Prompt(prompt.tokens.copy(), prompt.namespace, prompt.prefill_tokens_per_s)
-            fetch = self._fetches[key] = _Fetch(prompt, key, num_blocks)
+            fetch = self._fetches[key] = _Fetch(prompt, key, self._epoch, num_blocks)
             self._counts["started"] += 1
             self._loop.call_soon_threadsafe(self._begin, fetch)
         return True
@@ -195,6 +198,14 @@ class Prefetches:
             self._loop.call_soon_threadsafe(fetch.cancel)
             fetch.is_over.wait(_END_S)
         return fetch.is_complete
+
+    def reset(self) -> None:
+        """The books were reset: what is under way is of before, and is dropped. Never blocks."""
+        with self._lock:
+            self._epoch += 1
+            self._known.clear()
+            for fetch in self._fetches.values():
+                self._loop.call_soon_threadsafe(fetch.cancel)
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start.
@@ -292,11 +303,10 @@ class Prefetches:
             if ticket.id == NO_TICKET:
                 self._counts["no_room"] += 1
                 break
-            # If it starts before what the host had, that was reset or evicted meanwhile.
-            is_lost = ticket.first_block < at
-            num_ok = 0 if is_lost else await self._fill(fetch, source, ticket)
-            if is_lost:
+            if ticket.first_block < at:  # what the host had was reset or evicted meanwhile
                 self._publish(fetch, ticket, 0)
+                break
+            num_ok = await self._fill(fetch, source, ticket)
             num_read += num_ok
             at = ticket.first_block + num_ok
             if num_ok < len(ticket.host_ids):
@@ -304,9 +314,16 @@ class Prefetches:
         return num_read
 
     def _offer(self, fetch: _Fetch, num_blocks: int) -> StoreTicket:
+        """Host blocks for what comes next.
+
+        Raises:
+            CancelledError: there was a reset since the sources were asked.
+        """
         prompt = fetch.prompt
         offer = Offer(prompt.tokens, prompt.namespace, num_blocks)
         with self._lock:
+            if fetch.epoch != self._epoch:
+                raise asyncio.CancelledError
             self._books.join(self._client_id, os.getpid(), self._clock())
             (ticket,) = self._books.offer(self._client_id, [offer])
             fetch.ticket_id = ticket.id

@@ -77,6 +77,7 @@ class RankKV(RankCounters, RankTiering, RankTransfers):
         self._copies = CopyOnWrite(self.block_manager, self.tables)
         self._growth = RowGrowth(self.tables, self._copies)
         self._clock = clock
+        self._host_hits = {}
 
     @property
     def linear_state(self) -> LinearStatePrefixCache | None:
@@ -152,11 +153,11 @@ class RankKV(RankCounters, RankTiering, RankTransfers):
             state = sequence.kv_state
             report = self.block_manager.explain(
                 sequence.token_ids[: state.num_admitted_tokens],
-                state.num_shared_blocks,
+                state.num_shared_blocks + self.num_host_blocks(row),
                 namespace=sequence.namespace,
                 others=self._rows.admitted_before(sequence),
             )
-        return report if self.tier is None else self.host_report(report, sequence, row)
+        return self.host_report(report, sequence, row)
 
     def allocate_shared(self, sequence: Sequence) -> None:
         """See KVCacheManager; a sequence that holds blocks already keeps just those."""

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 
 from raykv.config import LinearStateConfig
 from raykv.core.block_manager import BlockManagerImpl
 from raykv.core.blocks import Blocks
-from raykv.core.explain import MissReason, MissReport
+from raykv.core.explain import MissReport
 from raykv.core.linear_state import LinearStatePrefixCache
 from raykv.core.manager import AdmitRequest
 from raykv.core.sequence import Sequence, next_checkpoint
@@ -23,25 +22,7 @@ from raykv.core.state_copies import Save, StateCopies
 from raykv.errors import IntegrityError
 from raykv.memory.state_buffers import StateBuffers
 from raykv.resume_points import AT_START, Resume, ResumePoints
-
-
-@dataclass(slots=True)
-class _Plan:
-    """What a rank knows of the state of a sequence that holds a row.
-
-    Attributes:
-        resume: where it began.
-        num_inherited_tokens: tokens that its state covered before it computed anything here.
-        prefixes: its own, and their names.
-        miss: why it does not reuse all KV that is cached; None if it does.
-        rolling: the state at the last boundary in what it generates, a checkpoint once it ends.
-    """
-
-    resume: Resume
-    num_inherited_tokens: int
-    prefixes: SequencePrefixes
-    miss: MissReason | None = None
-    rolling: Save | None = None
+from raykv.state_plan import StatePlan
 
 
 class RankStates:
@@ -77,7 +58,7 @@ class RankStates:
         self._block_size = manager.block_size
         self._points = ResumePoints(config, manager, self.cache)
         self._copies = StateCopies(self.cache)
-        self._plans: dict[int, _Plan] = {}  # by single block id
+        self._plans: dict[int, StatePlan] = {}  # by single block id
 
     # -- from admission to release --------------------------------------------------------------
 
@@ -118,6 +99,46 @@ class RankStates:
             sequence.kv_state.checkpoint_stops = self._points.stops(sequence.num_tokens, one)
             if pin is not None:
                 self._owe(sequence, int(pin.index[0]), pin)
+
+    def can_restart(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Whether ``restart`` may be called: it holds a row, and has computed nothing here yet.
+
+        Nor is a copy into its state under way: who fetched it may be about to compute from there.
+        """
+        row, state = sequence.single_block_id, sequence.kv_state
+        plan = None if row is None else self._plans.get(row)
+        return (
+            plan is not None
+            and plan.num_inherited_tokens == state.num_computed_tokens
+            and state.num_computed_tokens < num_tokens < sequence.num_tokens
+            and num_tokens <= state.num_blocks * self._block_size
+            and num_tokens % self._block_size == 0
+            and not self._copies.is_under_way(sequence.driver_id, self._address(sequence))
+        )
+
+    def restart(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Let a sequence go on from a deeper checkpoint, whose KV lies in its blocks by now.
+
+        Its live slot is owed a copy of that one, instead of any that is due to it.
+
+        Returns:
+            Whether it does; else nothing changed, as there is no checkpoint or it is too late.
+        """
+        if not self.can_restart(sequence, num_tokens):
+            return False
+        plan, num_blocks = self._plan_of(sequence), num_tokens // self._block_size
+        name, prefix = plan.prefixes.name(num_tokens), plan.prefixes.checked(num_tokens)
+        pin = self.cache.match(name, prefix=prefix)
+        if pin is None:
+            return False
+        num_kv_blocks = max(num_blocks, plan.resume.num_kv_blocks)
+        plan.resume = Resume(num_blocks, num_kv_blocks, name, num_tokens)
+        if num_blocks == num_kv_blocks:
+            plan.miss = None
+        plan.num_inherited_tokens = sequence.kv_state.num_computed_tokens = num_tokens
+        self._refresh(sequence, num_tokens)
+        self._owe(sequence, int(pin.index[0]), pin)
+        return True
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Give a child, which just got its row, a copy of its parent's state.
@@ -298,7 +319,7 @@ class RankStates:
         assert sequence.single_block_id is not None, "it holds a row"
         computed = sequence.kv_state.num_computed_tokens
         prefixes = SequencePrefixes(sequence, self._manager.hasher)
-        plan = self._plans[sequence.single_block_id] = _Plan(resume, computed, prefixes)
+        plan = self._plans[sequence.single_block_id] = StatePlan(resume, computed, prefixes)
         if resume.num_blocks < resume.num_kv_blocks:
             plan.miss = self._points.why_not_all(prefixes, resume)
 
@@ -315,7 +336,7 @@ class RankStates:
                 slots.refresh(known)
 
     def _save(
-        self, sequence: Sequence, plan: _Plan, num_tokens: int, *, is_speculative: bool
+        self, sequence: Sequence, plan: StatePlan, num_tokens: int, *, is_speculative: bool
     ) -> None:
         self._refresh(sequence, num_tokens)  # the first ones must not make room for this one
         name, prefix = plan.prefixes.name(num_tokens), plan.prefixes.checked(num_tokens)
@@ -326,7 +347,7 @@ class RankStates:
             save = Save(sequence, num_tokens, reservation, name, prefix)
             self._copies.add_save(save, self._address(sequence), self._pin(sequence))
 
-    def _roll(self, sequence: Sequence, plan: _Plan, num_tokens: int) -> None:
+    def _roll(self, sequence: Sequence, plan: StatePlan, num_tokens: int) -> None:
         """Keep the state at this boundary instead of the one before."""
         if plan.rolling is not None and plan.rolling.num_tokens == num_tokens:
             return
@@ -343,7 +364,7 @@ class RankStates:
         """Whether the ends of what is generated are kept: contiguous hits could not use them."""
         return self.config.at_generation_end and self.config.match == "deepest"
 
-    def _stands_at_boundary(self, sequence: Sequence, plan: _Plan) -> bool:
+    def _stands_at_boundary(self, sequence: Sequence, plan: StatePlan) -> bool:
         """Whether its state is that of a boundary that a hit could end at."""
         computed = sequence.kv_state.num_computed_tokens
         is_deepest = self.config.match == "deepest"
@@ -370,6 +391,6 @@ class RankStates:
         assert row is not None, "it holds a row"
         return slot if self.buffers is None else self.buffers.live_address(slot, row)
 
-    def _plan_of(self, sequence: Sequence) -> _Plan:
+    def _plan_of(self, sequence: Sequence) -> StatePlan:
         assert sequence.single_block_id is not None, "it holds a row"
         return self._plans[sequence.single_block_id]

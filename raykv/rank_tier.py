@@ -11,10 +11,13 @@ import numpy as np
 from raykv.core import BlockManagerImpl
 from raykv.core.sequence import Sequence
 from raykv.memory.buffers import KVBuffers
+from raykv.memory.state_buffers import StateBuffers
+from raykv.state_tiers import StateTiers
 from raykv.tier_link import TierLink
 from raykv.tier_loads import Load, LoadEnd, Loads
 from raykv.tier_messages import TierCall
 from raykv.tier_offloads import Offloads
+from raykv.tier_states import StateTraffic
 
 _MAX_EXPECTED = 1024
 _QUIESCE_S = 10.0
@@ -30,6 +33,7 @@ class RankTier:
         manager: of the device blocks.
         buffers: their memory.
         link: to the tier, connected.
+        states: checkpoints of recurrent state and their memory; None where there are none.
         prefill_rate: tokens per second that the rank computes; 0 if that is not known.
         patience_s: seconds that a prompt waits for what is on its way to the host.
         clock: seconds.
@@ -44,6 +48,7 @@ class RankTier:
         manager: BlockManagerImpl,
         buffers: KVBuffers,
         link: TierLink,
+        states: tuple[StateTiers, StateBuffers] | None = None,
         *,
         prefill_rate: Callable[[], float] = lambda: 0.0,
         patience_s: float = 0.0,
@@ -54,8 +59,9 @@ class RankTier:
         self._block_size = manager.block_size
         self._clock = clock
         self._offloads = Offloads(manager, buffers, link, self.totals)
+        self._states = None if states is None else StateTraffic(*states, link, self.totals)
         self._loads = Loads(
-            manager, buffers, link, self.totals,
+            manager, buffers, link, self.totals, self._states,
             prefill_rate=prefill_rate, patience_s=patience_s, clock=clock,
         )  # fmt: skip
 
@@ -71,13 +77,18 @@ class RankTier:
             self._loads.expected.append((sequence.token_ids, sequence.namespace))
 
     def offload(self, sequence: Sequence) -> None:
-        """A sequence is about to end: keep what it has computed, once it is on the host."""
+        """A sequence is about to end: keep what it has computed, once it is on the host.
+
+        Of a model with recurrent state, its slot was released already: that leaves a checkpoint.
+        """
         state = sequence.kv_state
         num_blocks = min(state.num_computed_tokens // self._block_size, state.num_blocks)
         if num_blocks and self.link.is_up and not self.link.is_silent:
             tokens = sequence.token_ids[: num_blocks * self._block_size]
             ids = state.block_ids[:num_blocks].astype(np.int64)
             self._offloads.add(tokens, sequence.namespace, ids)
+            if self._states is not None:
+                self._states.add(tokens, sequence.namespace)
 
     def forget(self, row: int) -> None:
         """A row's sequence goes."""
@@ -85,11 +96,13 @@ class RankTier:
 
     def cancel_unstarted_offloads(self) -> int:
         """Give up offloads that have not started; returns how many device blocks that frees."""
+        if self._states is not None:
+            self._states.cancel_unstarted()
         return self._offloads.cancel_unstarted()
 
     def begin_epoch(self, epoch: int) -> None:
         """The rank has forgotten its cache, as the tier has: nothing from before is stored."""
-        self._offloads.cancel_unstarted()
+        self.cancel_unstarted_offloads()
         self.link.begin_epoch(epoch)
 
     # -- moving on ------------------------------------------------------------------------------
@@ -97,7 +110,8 @@ class RankTier:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is queued, under way, or to be said."""
-        return self._offloads.is_idle and self._loads.is_idle
+        is_idle = self._offloads.is_idle and self._loads.is_idle
+        return is_idle and (self._states is None or self._states.is_idle)
 
     @property
     def num_loading(self) -> int:
@@ -132,14 +146,15 @@ class RankTier:
         if driver_id is not None:
             self.totals["loads_started"] += self._loads.start(driver_id)
             self.totals["offloads_started"] += self._offloads.start()
+            if self._states is not None:
+                self._states.start()
         self._send()
 
     def talk(self) -> None:
         """Take answers and finished copies, and send what is to be said."""
         self.link.maintain()
         self._receive()
-        self._offloads.settle()
-        self._loads.settle()
+        self._settle()
         self._send()
         self._receive()  # a tier in this process has answered
 
@@ -160,18 +175,15 @@ class RankTier:
 
         Copies that take longer than they may keep their blocks, so that the rank cannot sleep yet.
         """
-        self._offloads.cancel_unstarted()
-        if self.link.copier is not None:
-            self.link.copier.wait_idle(_QUIESCE_S)
-        self._offloads.settle()
-        self._loads.settle()
+        self.cancel_unstarted_offloads()
+        self.link.wait_still(_QUIESCE_S)
+        self._settle()
 
     def close(self) -> None:
         """Finish the copy under way and leave the tier; idempotent. Nobody waits any more."""
-        self._offloads.cancel_unstarted()
+        self.cancel_unstarted_offloads()
         self.link.close()
-        self._offloads.settle()
-        self._loads.settle()
+        self._settle()
         self._loads.lose()
 
     def take_ended(self) -> list[LoadEnd]:
@@ -181,6 +193,12 @@ class RankTier:
 
     # -- inside ---------------------------------------------------------------------------------
 
+    def _settle(self) -> None:
+        self._offloads.settle()
+        self._loads.settle()
+        if self._states is not None:
+            self._states.settle()
+
     def _receive(self) -> None:
         try:
             answer = self.link.receive()
@@ -189,21 +207,27 @@ class RankTier:
             self.totals["tier_lost"] += 1
             self._offloads.lose()
             self._loads.lose()
+            if self._states is not None:
+                self._states.lose()
             return
         if answer is not None:
             self._offloads.grant(answer.stores)
-            self._loads.grant(answer.loads)
+            self._loads.grant(answer.loads, answer.state_loads)
+            if self._states is not None:
+                self._states.grant(answer.state_stores)
 
     def _send(self) -> None:
-        offloads, loads = self._offloads, self._loads
+        offloads, loads, states = self._offloads, self._loads, self._states
         if not self.link.is_free:
             return
         asks, offers = loads.take_asks(), offloads.take_offers()
-        if not (asks or offers or offloads.reports or loads.reports or loads.expected):
-            return
+        state_offers = [] if states is None else states.take_offers()
+        states_stored, states_loaded = ([], []) if states is None else states.take_reports()
         stored, offloads.reports = offloads.reports, []
         loaded, loads.reports = loads.reports, []
         expected, loads.expected = loads.expected, []
-        self.link.send(
-            TierCall(self.link.client_id, self.link.epoch, stored, loaded, offers, asks, expected)
-        )
+        said = (
+            stored, loaded, offers, asks, states_stored, states_loaded, state_offers, expected,
+        )  # fmt: skip
+        if any(said):
+            self.link.send(TierCall(self.link.client_id, self.link.epoch, *said))

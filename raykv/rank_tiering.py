@@ -17,9 +17,12 @@ from raykv.errors import ConfigError
 from raykv.memory.buffers import KVBuffers
 from raykv.rank_states import RankStates
 from raykv.rank_tier import RankTier
+from raykv.state_tiers import StateTiers
+from raykv.store import layout_name
 from raykv.tier_handle import TierHandle
 from raykv.tier_link import TierLink
 from raykv.tier_loads import Load, LoadEnd
+from raykv.tier_messages import BlockKind
 from raykv.transfer_report import TransferReport
 
 ENGINE = "engine"  # whose sequences are the engine's; drivers have other names
@@ -30,6 +33,7 @@ class RankTiering(KVCacheManager):
 
     Attributes:
         tier: the rank's traffic with the tier; None without one.
+        weights_name: what names the weights in a store; None where nothing does.
     """
 
     config: PoolConfig
@@ -38,6 +42,7 @@ class RankTiering(KVCacheManager):
     buffers: KVBuffers | None
     states: RankStates | None
     tier: RankTier | None = None
+    weights_name: bytes | None = None
     _rows: Rows
     _host_hits: dict[int, LoadEnd]  # by row
     _ended: dict[str, list[LoadEnd]]  # by driver, until it asks
@@ -68,16 +73,27 @@ class RankTiering(KVCacheManager):
         if self.tier is not None and self.tier.link.handle is handle:
             return
         self.close_tier()
-        link = TierLink(handle, config, buffers.spec.block_bytes, xp=buffers.xp, wake=wake)
+        spec, states = buffers.spec, self.states
+        state_buffers = None if states is None else states.buffers
+        checkpoint_bytes = 0 if state_buffers is None else state_buffers.checkpoint_bytes
+        blocks = BlockKind(spec.block_bytes, layout_name(spec), self.weights_name, checkpoint_bytes)
+        link = TierLink(handle, config, blocks, xp=buffers.xp, wake=wake)
         link.connect()
-        store = self.config.store
-        self._host_hits, self._ended, self._reported = {}, {}, Counter()
+        patience_s = [0.0]
+        if self.config.store is not None:
+            patience_s.append(self.config.store.prefetch_timeout_s)
+        if config.peers:
+            patience_s.append(config.timeout_s)
+        self._ended, self._reported = {}, Counter()
         self.tier = RankTier(
             self.block_manager,
             buffers,
             link,
+            None
+            if states is None or state_buffers is None
+            else (StateTiers(states, self.block_manager), state_buffers),
             prefill_rate=prefill_rate,
-            patience_s=0.0 if store is None else store.prefetch_timeout_s,
+            patience_s=max(patience_s),
         )
 
     def pump_tier(self, driver_id: str | None = None) -> None:
@@ -137,26 +153,25 @@ class RankTiering(KVCacheManager):
             self._take_ended()
             self.tier = None
 
+    def num_host_blocks(self, row: int) -> int:
+        """Blocks of a row that came from the host."""
+        end = self._host_hits.get(row)
+        return 0 if end is None else end.num_blocks
+
     def host_report(self, report: MissReport, sequence: Sequence, row: int) -> MissReport:
-        """Say what came from the host, and why there was no more of it."""
+        """Say what came from the host, and whether something there went wrong."""
         end = self._host_hits.get(row)
         if end is None:
             return report
-        num_loaded = end.num_blocks * self.block_size
-        num_hit = report.num_hit_tokens + num_loaded
-        report = replace(report, num_hit_tokens=num_hit, num_host_tokens=num_loaded)
-        if end.reason:
-            reason: MissReason = end.reason  # type: ignore[assignment]
-            return MissReport(reason, num_hit, num_hit, num_host_tokens=num_loaded)
-        num_admitted = sequence.kv_state.num_admitted_tokens
-        if num_hit == (num_admitted - 1) // self.block_size * self.block_size:
-            is_whole = num_admitted % self.block_size != 0
-            return replace(
-                report,
-                reason="complete" if is_whole else "last_token_kept",
-                token_position=num_hit,
-            )
-        return replace(report, token_position=max(report.token_position, num_hit))
+        report = replace(report, num_host_tokens=end.num_blocks * self.block_size)
+        if not end.reason:
+            num_left = sequence.kv_state.num_admitted_tokens - report.num_hit_tokens
+            # Whether the host has the last block too, nobody has asked.
+            is_all = end.num_blocks and num_left == self.block_size
+            return replace(report, reason="last_token_kept") if is_all else report
+        reason: MissReason = end.reason  # type: ignore[assignment]
+        num_hit, num_host = report.num_hit_tokens, report.num_host_tokens
+        return MissReport(reason, num_hit, num_hit, num_host_tokens=num_host)
 
     @abstractmethod
     def _publish(self, sequence: Sequence, row: int, num_tokens: int | None = None) -> None:
@@ -201,8 +216,7 @@ class RankTiering(KVCacheManager):
 
     def _tell_tier(self, new: list[Sequence]) -> None:
         """Sequences were admitted."""
-        # Of models with recurrent state, KV alone is of no use.
-        if self.tier is not None and self.states is None:
+        if self.tier is not None:
             for sequence in new:
                 self.tier.want(sequence)
             self.tier.talk()

@@ -7,10 +7,15 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from raykv.core.namespace import Namespace
+from raykv.host_state_stats import HostStatesStats
 from raykv.host_stats import HostTierStats
 from raykv.memory.copy_batches import CopyFaults
 from raykv.tier_host import TierHost
-from raykv.tier_messages import TierAnswer, TierCall, TierInfo
+from raykv.tier_messages import BlockKind, TierAnswer, TierCall, TierInfo
 
 
 class TierHandle(ABC):
@@ -27,10 +32,10 @@ class TierHandle(ABC):
         """Start a method of TierHost; never waits, never raises."""
 
     def join(
-        self, client_id: str, pid: int, block_bytes: int, replaces: str = ""
+        self, client_id: str, pid: int, kind: BlockKind, replaces: str = ""
     ) -> Future[TierInfo]:
         """See TierHost.join."""
-        return self.call("join", client_id, pid, block_bytes, replaces)
+        return self.call("join", client_id, pid, kind, replaces)
 
     def renew(self, client_id: str) -> Future[bool]:
         """See TierHost.renew."""
@@ -52,9 +57,31 @@ class TierHandle(ABC):
         """See TierHost.retire."""
         return self.call("retire", weights_version)
 
+    def prefetch(self, tokens: NDArray[np.int32], namespace: Namespace) -> Future[bool]:
+        """See TierHost.prefetch."""
+        return self.call("prefetch", tokens, namespace)
+
+    def wait_prefetch(
+        self, tokens: NDArray[np.int32], namespace: Namespace, timeout_s: float
+    ) -> Future[bool]:
+        """See TierHost.wait_prefetch."""
+        return self.call("wait_prefetch", tokens, namespace, timeout_s)
+
+    def drain(self, timeout_s: float) -> Future[bool]:
+        """See TierHost.drain."""
+        return self.call("drain", timeout_s)
+
+    def source_stats(self) -> Future[dict[str, Any]]:
+        """See TierHost.source_stats."""
+        return self.call("source_stats")
+
     def stats(self) -> Future[HostTierStats]:
         """See TierHost.stats."""
         return self.call("stats")
+
+    def state_stats(self) -> Future[HostStatesStats | None]:
+        """See TierHost.state_stats."""
+        return self.call("state_stats")
 
     def check_integrity(self) -> Future[None]:
         """See TierHost.check_integrity."""

@@ -12,11 +12,10 @@ from concurrent.futures import Future
 from typing import Any
 
 from raykv.config_host import HostConfig
-from raykv.errors import TransferError
 from raykv.memory.block_copier import BlockCopier
-from raykv.memory.host_slab import HostSlab
+from raykv.memory.host_slab import HostSlab, SlabDescriptor
 from raykv.tier_handle import TierHandle
-from raykv.tier_messages import TierAnswer, TierCall, TierInfo
+from raykv.tier_messages import BlockKind, TierAnswer, TierCall, TierInfo
 
 _RENEWALS_PER_LEASE = 4
 _JOIN_AGAIN_S = 0.25
@@ -32,7 +31,7 @@ class TierLink:
     Args:
         handle: the tier.
         config: its configuration.
-        block_bytes: bytes of a block.
+        blocks: what the rank's blocks are.
         xp: the array module of the rank's memory.
         wake: called from other threads when there is something to do.
         clock: seconds.
@@ -44,6 +43,8 @@ class TierLink:
         heard_epoch: the tier's, as far as it was heard.
         slab: the host memory, mapped; None before the first ``connect``.
         copier: copies to and from it; None likewise.
+        states: the host memory of checkpoints; None too where sequences have no recurrent state.
+        states_copier: copies to and from it; None likewise.
         has_sources: whether the tier can get blocks from elsewhere.
         num_lost: how often it was lost.
         last_error: why, for people.
@@ -53,7 +54,7 @@ class TierLink:
         self,
         handle: TierHandle,
         config: HostConfig,
-        block_bytes: int,
+        blocks: BlockKind,
         *,
         xp: Any,
         wake: Callable[[], None],
@@ -61,11 +62,13 @@ class TierLink:
     ) -> None:
         self.handle = handle
         self.config = config
-        self.block_bytes = block_bytes
+        self.blocks = blocks
         self.client_id = uuid.uuid4().hex
         self.epoch = self.heard_epoch = 0
         self.slab: HostSlab | None = None
         self.copier: BlockCopier | None = None
+        self.states: HostSlab | None = None
+        self.states_copier: BlockCopier | None = None
         self.has_sources = False
         self.num_lost = 0
         self.last_error = ""
@@ -105,6 +108,18 @@ class TierLink:
         return self._exchange is not None and waited > self.config.timeout_s
 
     @property
+    def is_still(self) -> bool:
+        """Whether no copy is under way, or queued in a copier."""
+        copiers = [one for one in (self.copier, self.states_copier) if one is not None]
+        return not any(one.num_queued + one.num_running for one in copiers)
+
+    def wait_still(self, timeout_s: float) -> None:
+        """Wait for what the copiers have, up to so many seconds each."""
+        for copier in (self.copier, self.states_copier):
+            if copier is not None:
+                copier.wait_idle(timeout_s)
+
+    @property
     def is_free(self) -> bool:
         """Whether an exchange can be sent now."""
         return self.is_up and self._exchange is None
@@ -128,6 +143,7 @@ class TierLink:
             return None
         self._exchange = None
         answer = exchange.result()
+        self.has_sources = answer.has_sources
         self._hear(answer.epoch)
         return answer
 
@@ -145,8 +161,7 @@ class TierLink:
         if self.is_up or self._closed.is_set():
             return
         if self._joining is None:
-            is_idle = self.copier is None or not (self.copier.num_queued + self.copier.num_running)
-            if is_idle and self._clock() >= self._join_s:
+            if self.is_still and self._clock() >= self._join_s:
                 self._start_join()
         elif self._joining.done():
             joining, self._joining = self._joining, None
@@ -189,25 +204,16 @@ class TierLink:
             self._behind_s = self._clock()
 
     def _start_join(self) -> None:
-        self._joining = self.handle.join(
-            self.client_id, os.getpid(), self.block_bytes, self._replaces
-        )
+        self._joining = self.handle.join(self.client_id, os.getpid(), self.blocks, self._replaces)
         if not self._joining.done():
             self._joining.add_done_callback(lambda _: self._wake())
 
     def _enter(self, info: TierInfo) -> None:
         self._joining = None
         self._unmap()
-        self.slab = HostSlab.attach(info.blocks)
-        if self.slab.block_bytes != self.block_bytes:
-            raise TransferError(
-                f"the host tier's blocks have {self.slab.block_bytes} bytes, this rank's"
-                f" {self.block_bytes}"
-            )
-        self.slab.register_pinned(self._xp)
-        self.copier = BlockCopier(
-            self.slab, xp=self._xp, faults=self.handle.copy_faults, on_done=self._wake
-        )
+        self.slab, self.copier = self._mapped(info.blocks)
+        if info.states is not None:
+            self.states, self.states_copier = self._mapped(info.states)
         if info.first_epoch != self._first_epoch:  # it has nothing from before it started
             is_first = not self._first_epoch
             self._first_epoch = info.first_epoch
@@ -215,15 +221,20 @@ class TierLink:
             self.heard_epoch = 0
         self._hear(info.epoch)
         self._replaces = ""
-        self.has_sources = info.has_sources
         self.is_up = True
 
+    def _mapped(self, descriptor: SlabDescriptor) -> tuple[HostSlab, BlockCopier]:
+        slab = HostSlab.attach(descriptor)
+        slab.register_pinned(self._xp)
+        faults = self.handle.copy_faults
+        return slab, BlockCopier(slab, xp=self._xp, faults=faults, on_done=self._wake)
+
     def _unmap(self) -> None:
-        if self.copier is not None:
-            self.copier.close()
-        if self.slab is not None:
-            self.slab.close()
-        self.copier = self.slab = None
+        for copier, slab in ((self.copier, self.slab), (self.states_copier, self.states)):
+            if copier is not None and slab is not None:
+                copier.close()
+                slab.close()
+        self.copier = self.slab = self.states_copier = self.states = None
 
 
 def _renew(link: weakref.ReferenceType[TierLink], closed: threading.Event, lease_s: float) -> None:

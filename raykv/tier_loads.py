@@ -15,12 +15,16 @@ from numpy.typing import NDArray
 
 from raykv.core import BlockManagerImpl, Blocks
 from raykv.core.sequence import KVCacheState, Sequence
+from raykv.core.tokens import Index
+from raykv.host_state_tickets import StateLoad
 from raykv.host_tickets import NO_TICKET, LoadOutcome, LoadResult, LoadTicket, Want
 from raykv.memory.buffers import KVBuffers
 from raykv.memory.copy_batches import Ticket
+from raykv.state_tiers import StateLoadTarget
 from raykv.tier_link import TierLink
 from raykv.tier_messages import Ask
 from raykv.tier_offloads import count_outcomes
+from raykv.tier_states import StateTraffic
 
 _ASK_AGAIN_S = 0.01
 # A copy that is slower than this is late.
@@ -48,6 +52,9 @@ class Load:
         stage: how far it is.
         ask_s: when to ask.
         ticket: where from.
+        state: where the checkpoint of recurrent state at its end is, where sequences have any.
+        state_target: where that goes, once it is copied.
+        state_copy: its copy; None too if it is on the device already.
         blocks: pins the targets while they are copied to.
         copy: the copy.
         late_s: when the copy is late.
@@ -60,9 +67,18 @@ class Load:
     stage: Stage = Stage.TO_ASK
     ask_s: float = 0.0
     ticket: LoadTicket | None = None
+    state: StateLoad | None = None
+    state_target: StateLoadTarget | None = None
+    state_copy: Ticket | None = None
     blocks: Blocks | None = None
     copy: Ticket | None = None
     late_s: float = 0.0
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether its copies are over."""
+        copies = (self.copy, self.state_copy)
+        return all(copy.is_done for copy in copies if copy is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +104,7 @@ class Loads:
         buffers: their memory.
         link: to the tier.
         totals: where blocks are counted.
+        states: checkpoints, where sequences have recurrent state.
         prefill_rate: tokens per second that the rank computes; 0 if that is not known.
         patience_s: seconds that a prompt waits for what is on its way to the host.
         clock: seconds.
@@ -104,6 +121,7 @@ class Loads:
         buffers: KVBuffers,
         link: TierLink,
         totals: Counter[str],
+        states: StateTraffic | None = None,
         *,
         prefill_rate: Callable[[], float],
         patience_s: float,
@@ -116,6 +134,7 @@ class Loads:
         self._buffers = buffers
         self._link = link
         self._totals = totals
+        self._states = states
         self._prefill_rate = prefill_rate
         self._patience_s = patience_s
         self._clock = clock
@@ -167,8 +186,11 @@ class Loads:
         load.sequence = None
         if load.stage is Stage.GRANTED:
             self._report_all(load, LoadOutcome.CANCELLED)
-        elif load.copy is not None and load.copy.cancel():
-            self._finish(load)
+        elif load.copy is not None:
+            load.copy.cancel()
+            if load.state_copy is not None:
+                load.state_copy.cancel()
+            self.settle()
 
     def take_asks(self) -> list[Ask]:
         """What to ask with the next exchange."""
@@ -183,14 +205,15 @@ class Loads:
             load.stage = Stage.ASKED
             assert load.sequence is not None, "its row knows it"
             want = Want(load.tokens, load.sequence.namespace, load.first_block)
-            asks.append(Ask(want, now - load.since_s >= self._patience_s, rate))
+            step = 0 if self._states is None else self._states.step_tokens
+            asks.append(Ask(want, now - load.since_s >= self._patience_s, rate, step))
         return asks
 
-    def grant(self, tickets: list[LoadTicket | None]) -> None:
+    def grant(self, tickets: list[LoadTicket | None], state_loads: list[StateLoad | None]) -> None:
         """What the host has of what was asked for."""
         asked, self._asked = self._asked, []
-        for load, ticket in zip(asked, tickets, strict=True):
-            load.ticket = ticket
+        for load, ticket, state in zip(asked, tickets, state_loads, strict=True):
+            load.ticket, load.state = ticket, state
             if ticket is None:
                 load.stage, load.ask_s = Stage.TO_ASK, self._clock() + _ASK_AGAIN_S
             elif ticket.id == NO_TICKET:
@@ -218,7 +241,7 @@ class Loads:
 
     def settle(self) -> None:
         """See which copies are over, and who has waited too long."""
-        for load in [one for one in self._copying if one.copy is not None and one.copy.is_done]:
+        for load in [one for one in self._copying if one.is_copied]:
             self._finish(load)
         if self._link.is_silent:
             waiting = [one for one in self._of_row.values() if one.stage is Stage.TO_ASK]
@@ -261,11 +284,20 @@ class Loads:
         assert copier is not None, "the tier is there"
         assert ticket is not None, "it was granted"
         assert sequence is not None, "it is wanted"
+        verifies = self._random.random() < self._link.config.checksum_rate
+        if load.state is not None:
+            assert self._states is not None, "it asked for a checkpoint"
+            begun = self._states.begin_load(sequence, load.state, verifies=verifies)
+            if begun is None:
+                self._report_all(load, LoadOutcome.CANCELLED)
+                self._drop(load, "no_state_slot")
+                return 0
+            load.state_target, load.state_copy = begun
         stop = ticket.first_block + len(ticket.host_ids)
         ids = sequence.kv_state.block_ids[ticket.first_block : stop].astype(np.int64)
         load.blocks = self._manager.pin(ids)
         waiting = sum(len(one.blocks or ()) for one in self._copying) + len(ids)
-        slow_s = waiting * self._link.block_bytes / _SLOWEST_BYTES_PER_S
+        slow_s = waiting * self._link.blocks.num_bytes / _SLOWEST_BYTES_PER_S
         load.late_s = self._clock() + self._link.config.timeout_s + slow_s
         load.copy = copier.submit(
             "load",
@@ -273,7 +305,7 @@ class Loads:
             ids,
             ticket.host_ids,
             generations=ticket.generations,
-            with_checksums=self._random.random() < self._link.config.checksum_rate,
+            with_checksums=verifies,
             after=self._buffers.record_event(),
         )
         load.stage = Stage.COPYING
@@ -295,18 +327,30 @@ class Loads:
             self.reports.append(LoadResult(load.ticket.id, outcomes))
         targets = load.blocks.index
         load.blocks.release()
-        sequence = load.sequence
-        if sequence is None:
-            return
-        stop = load.first_block + len(targets)
-        is_there = np.array_equal(sequence.kv_state.block_ids[load.first_block : stop], targets)
-        if not is_there or not self._is_wanted(load):
+        if not self._is_at(load, targets):
             num_ok = 0
+        reason = _reason(outcomes, num_ok) if num_ok < len(outcomes) else ""
+        if load.state_target is not None:
+            goes_on, outcome = self._end_state(load, is_whole=num_ok == len(outcomes))
+            num_ok = num_ok if goes_on else 0
+            reason = reason or ("" if outcome == LoadOutcome.OK else f"host_{outcome.name.lower()}")
         self._totals["loaded"] += num_ok
-        reason = ""
-        if num_ok < len(outcomes):
-            reason = f"host_{LoadOutcome(int(outcomes[num_ok])).name.lower()}"
         self._drop(load, reason, num_ok)
+
+    def _end_state(self, load: Load, *, is_whole: bool) -> tuple[bool, LoadOutcome]:
+        """See StateTraffic.end_load; without all of its KV, nobody goes on from a checkpoint."""
+        assert self._states is not None, "it asked for a checkpoint"
+        assert load.state is not None, "it was granted"
+        assert load.state_target is not None, "it was submitted"
+        sequence = load.sequence if is_whole else None
+        return self._states.end_load(sequence, load.state, load.state_target, load.state_copy)
+
+    def _is_at(self, load: Load, targets: Index) -> bool:
+        """Whether its sequence is still to have what was loaded, in the blocks that it went to."""
+        if load.sequence is None or not self._is_wanted(load):
+            return False
+        stop = load.first_block + len(targets)
+        return np.array_equal(load.sequence.kv_state.block_ids[load.first_block : stop], targets)
 
     def _is_wanted(self, load: Load) -> bool:
         """Whether its sequence still stands where it stood when it was admitted."""
@@ -321,13 +365,13 @@ class Loads:
         sequence, load.sequence = load.sequence, None
         if sequence is not None and sequence.single_block_id is not None:
             self._of_row.pop(sequence.single_block_id, None)
+            state = sequence.kv_state
+            if num_ok:
+                state.num_computed_tokens = (load.first_block + num_ok) * state.block_size
+                state.num_loaded_tokens = state.num_computed_tokens
             self._end(sequence, reason, num_ok)
 
     def _end(self, sequence: Sequence, reason: str, num_ok: int = 0) -> None:
-        state = sequence.kv_state
-        if num_ok:
-            state.num_computed_tokens += num_ok * state.block_size
-            state.num_loaded_tokens = state.num_computed_tokens
         sequence.is_loading = False
         sequence.host_kv_state = KVCacheState()
         self.ended.append(LoadEnd(sequence, num_ok, reason))
@@ -338,3 +382,10 @@ class Loads:
         outcomes = np.full(len(ticket.host_ids), outcome, np.uint8)
         count_outcomes(self._totals, "loads", outcomes)
         self.reports.append(LoadResult(ticket.id, outcomes))
+        if load.state is not None and self._states is not None:
+            self._states.report(load.state, outcome)
+
+
+def _reason(outcomes: NDArray[np.uint8], num_ok: int) -> str:
+    outcome = LoadOutcome(int(outcomes[num_ok]))
+    return "" if outcome == LoadOutcome.OK else f"host_{outcome.name.lower()}"

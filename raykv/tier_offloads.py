@@ -17,7 +17,7 @@ from raykv.tier_link import TierLink
 
 # A load waits for one such piece at most.
 _PIECE_BYTES = 64 << 20
-_MAX_PIECES_UNDER_WAY = 2
+_PIECES_UNDER_WAY = 2  # as much as that many whole ones; short sequences make many small ones
 
 
 @dataclass(slots=True, eq=False)
@@ -71,7 +71,7 @@ class Offloads:
         self._buffers = buffers
         self._link = link
         self._totals = totals
-        self._piece_blocks = max(1, _PIECE_BYTES // link.block_bytes)
+        self._piece_blocks = max(1, _PIECE_BYTES // link.blocks.num_bytes)
         self._queued: deque[Offload] = deque()
         self._offered: list[Offload] = []
         self._granted: deque[Offload] = deque()
@@ -125,18 +125,19 @@ class Offloads:
         copier, num_blocks = self._link.copier, 0
         if copier is None:
             return 0
-        room = _MAX_PIECES_UNDER_WAY - sum(
-            not piece.is_done for one in self._copying for piece in one.pieces
-        )
+        pieces = (piece for one in self._copying for piece in one.pieces)
+        under_way = sum(len(piece.batch) for piece in pieces if not piece.is_done)
+        room = _PIECES_UNDER_WAY * self._piece_blocks - under_way
         while room > 0:
-            one = next((o for o in self._copying if self._is_unfinished(o)), None)
-            if one is None:
+            # One is started after the other, so only the last can be unfinished.
+            if not self._copying or not self._is_unfinished(self._copying[-1]):
                 if not self._granted:
                     break
-                one = self._granted.popleft()
-                self._copying.append(one)
-            num_blocks += self._start_piece(one)
-            room -= 1
+                self._copying.append(self._granted.popleft())
+            one = self._copying[-1]
+            num_started = self._start_piece(one, min(room, self._piece_blocks))
+            num_blocks += num_started
+            room -= num_started
         return num_blocks
 
     def settle(self) -> None:
@@ -174,11 +175,11 @@ class Offloads:
         self._offered.clear()
         self.reports.clear()
 
-    def _start_piece(self, one: Offload) -> int:
+    def _start_piece(self, one: Offload, max_blocks: int) -> int:
         copier, ticket = self._link.copier, one.ticket
         assert copier is not None, "the caller has looked"
         assert ticket is not None, "it was granted"
-        part = slice(one.num_started, one.num_started + self._piece_blocks)
+        part = slice(one.num_started, one.num_started + max_blocks)
         piece = copier.submit(
             "offload",
             self._buffers.storage,

@@ -9,16 +9,14 @@ from typing import Any, TypeVar
 
 from raykv.block_source import BlockSource, Prompt
 from raykv.config import PoolConfig
-from raykv.errors import ConfigError
 from raykv.host_tickets import Offer
-from raykv.host_tier import HostTier
-from raykv.memory.host_slab import HostSlab
 from raykv.peer_source import PeerHandle, PeerSource
 from raykv.prefetches import Prefetches
 from raykv.store import KVKeys, model_fingerprint
 from raykv.store_build import make_store
 from raykv.store_source import StoreSource
 from raykv.store_writer import StoreWriter
+from raykv.tier_books import TierBooks
 from raykv.transport import Transport
 
 T = TypeVar("T")
@@ -33,35 +31,32 @@ class TierSources:
 
     Args:
         config: the pool's, with ``host``.
-        books: of the host tier.
-        slab: its memory.
+        books: of the host tier, with its memory.
         lock: held around every use of the books.
-        layout: what a block's bytes mean; see ``raykv.store.layout_name``.
-        weights: what names the weights in a store; None where nothing does.
         folder_name: of this tier's disk store.
         transport: reads other nodes' blocks; None if there are no other nodes.
         peers: the other nodes' tiers now.
 
     Raises:
-        ConfigError: the store's settings make no sense, or nothing names the weights.
+        ConfigError: the store's settings make no sense.
         StoreError: the store's folder cannot be used.
     """
 
     def __init__(
         self,
         config: PoolConfig,
-        books: HostTier,
-        slab: HostSlab,
+        books: TierBooks,
         lock: threading.RLock,
         *,
-        layout: bytes,
-        weights: bytes | None,
         folder_name: str,
         transport: Transport | None,
         peers: Callable[[], Sequence[PeerHandle]],
     ) -> None:
         assert config.host is not None, "it is a host tier's"
+        blocks, slab, kind = books.blocks, books.slab, books.kind
+        self._peers = peers
         self._writer: StoreWriter | None = None
+        self._keys: KVKeys | None = None
         self._sources: list[BlockSource] = []
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
@@ -75,29 +70,29 @@ class TierSources:
                     PeerSource(peers, transport, block_size=size, block_bytes=block_bytes)
                 )
             if config.store is not None:
-                if weights is None:
-                    raise ConfigError(
-                        "store.weights_id is not given, and the ranks have no model to take a"
-                        " digest of: name the weights, for KV of others under the same name would"
-                        " be served"
-                    )
                 store = self._run(make_store(config.store, folder_name))
-                keys = KVKeys(model_fingerprint(layout, weights), config.block_size)
+                name = model_fingerprint(kind.layout, kind.weights or b"")
+                self._keys = keys = KVKeys(name, config.block_size)
                 self._sources.append(StoreSource(store, keys))
                 self._writer = StoreWriter(
-                    books, slab, lock, store, keys, loop=self._loop, client_id="store-writer"
+                    blocks, slab, lock, store, keys, loop=self._loop, client_id="writer"
                 )
         except BaseException:
             self._end_loop()
             raise
         self._prefetches = Prefetches(
-            books, slab, lock, self._sources, loop=self._loop, client_id="prefetches",
+            blocks, slab, lock, self._sources, loop=self._loop, client_id="prefetches",
             with_checksums=config.host.checksum_rate > 0,
         )  # fmt: skip
 
+    @property
+    def has_any(self) -> bool:
+        """Whether there is anybody to ask."""
+        return self._writer is not None or bool(self._peers())
+
     def is_coming(self, prompt: Prompt) -> bool:
         """Begin to get what the host lacks of a prompt; whether that is under way. Never blocks."""
-        return self._prefetches.start(prompt)
+        return self.has_any and self._prefetches.start(prompt)
 
     def wait(self, prompt: Prompt, timeout_s: float) -> bool:
         """Wait for what was begun, and give up the rest; see Prefetches.wait."""
@@ -107,6 +102,12 @@ class TierSources:
         """A rank has stored the leading blocks of an offer: keep them in the store, too."""
         if self._writer is not None and num_blocks:
             self._writer.note(offer.tokens, offer.namespace, num_blocks)
+
+    def reset(self) -> None:
+        """Find nothing any more of what was stored before, and drop what is under way."""
+        if self._keys is not None:
+            self._keys.renew()
+        self._prefetches.reset()
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until all that was noted is in the store; whether it took no longer than this."""

@@ -47,6 +47,7 @@ def read(tmp_path, text):
 def test_the_files_are_those_we_know():
     assert sorted(path.name for path in CONFIGS.iterdir()) == [
         "bookkeeping.yaml",
+        "host.yaml",
         "hybrid.yaml",
         "local.yaml",
         "multi_node.yaml",
@@ -63,6 +64,12 @@ def test_hybrid():
     assert config.linear_state.match == "deepest"
     assert config.linear_state.num_slots > 4 * config.max_num_seqs
     assert config.model.path == "qwen3_5-tiny"
+
+
+def test_host():
+    config = PoolConfig.from_yaml(CONFIGS / "host.yaml")
+    assert config == pool_config(DemoOptions(num_blocks=80, host_blocks=1024))
+    assert config.host.num_blocks > config.dp_size * config.num_blocks
 
 
 def test_one_gpu():
@@ -235,7 +242,7 @@ def test_state_slots_can_be_switched_off():
     assert not PoolConfig(num_blocks=8).has_linear_state
 
 
-@pytest.mark.parametrize("key", ["manager_types", "xtensor", "host", "store"])
+@pytest.mark.parametrize("key", ["manager_types", "xtensor"])
 @pytest.mark.parametrize("value", [{"num_slots": 4}, {}, [], False])
 def test_sections_of_later_versions_are_refused(key, value):
     message = refusal(**{key: value})

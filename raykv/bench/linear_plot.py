@@ -27,13 +27,8 @@ def draw(hits: list[Hits], path: Path) -> None:
     Raises:
         ConfigError: matplotlib is not installed, or the file cannot be written.
     """
-    require()
-    import matplotlib as mpl  # noqa: PLC0415 - an extra
-    from matplotlib.figure import Figure  # noqa: PLC0415
-
-    mpl.rcParams.update({"svg.hashsalt": "raykv", "font.size": 8})  # the same file every time
     workloads = list(dict.fromkeys(one.workload for one in hits))
-    figure = Figure(figsize=(1.2 + 3.6 * len(workloads), 4.2), layout="constrained")
+    figure = new_figure(1.2 + 3.6 * len(workloads), 4.2)
     panels = figure.subplots(1, len(workloads), squeeze=False)[0]
     for axes, workload in zip(panels, workloads, strict=True):
         _draw_panel(axes, workload, [one for one in hits if one.workload == workload])
@@ -43,6 +38,29 @@ def draw(hits: list[Hits], path: Path) -> None:
         handles.values(), handles.keys(), loc="outside lower center", ncols=num_columns,
         frameon=False,
     )  # fmt: skip
+    save(figure, path)
+
+
+def new_figure(width: float, height: float) -> Any:
+    """An empty figure of so many inches.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    require()
+    import matplotlib as mpl  # noqa: PLC0415 - an extra
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
+    mpl.rcParams.update({"svg.hashsalt": "raykv", "font.size": 8})  # the same file every time
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write a figure to a file, whose ending says the format.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
     try:
         figure.savefig(path, dpi=110, metadata={"Date": None} if path.suffix == ".svg" else None)
     except (OSError, ValueError) as error:

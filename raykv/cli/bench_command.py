@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from enum import StrEnum
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from rich.console import Console
 from rich.table import Table
+
+from raykv.errors import ConfigError
 
 if TYPE_CHECKING:
     from raykv.bench.timing import Row
@@ -20,6 +23,10 @@ class Record(Protocol):
 
     def as_json(self) -> dict[str, Any]:
         """Its values by name."""
+
+
+P = TypeVar("P", bound=StrEnum)
+R = TypeVar("R", bound=Record)
 
 
 def run_managers(*, num_runs: int, with_ray: bool, as_json: bool) -> None:
@@ -64,6 +71,19 @@ def run_eviction(trace: Path, *, as_json: bool) -> None:
     from raykv.bench import eviction  # noqa: PLC0415
 
     _run_records(eviction.replays(eviction.load(trace)), as_json=as_json)
+
+
+def parts_of(kind: type[P], names: Iterable[str] | None) -> tuple[P, ...]:
+    """The parts of a benchmark that ``--only`` names; all without any.
+
+    Raises:
+        ConfigError: a name is unknown.
+    """
+    known = {part.value: part for part in kind}
+    for name in names or ():
+        if name not in known:
+            raise ConfigError(f"--only {name}: known parts are {', '.join(known)}")
+    return tuple(known[name] for name in names) if names else tuple(kind)
 
 
 def _run_rows(rows: Iterable[Row], *, as_json: bool) -> None:
@@ -127,3 +147,16 @@ def table_of(rows: list[Row]) -> Table:
             target,
         )
     return table
+
+
+def told(records: Iterable[R], *, as_json: bool) -> Iterator[R]:
+    """The records as they come, each told on stderr, or as a line of JSON."""
+    progress = Console(stderr=True, highlight=False)
+    for record in records:
+        values = record.as_json()
+        if as_json:
+            print(json.dumps(values), flush=True)
+        else:
+            words = (f"{name.replace('_', ' ')} {value}" for name, value in values.items() if value)
+            progress.print(", ".join(words), soft_wrap=True)
+        yield record

@@ -68,7 +68,17 @@ def checks_of(evidence: Evidence) -> tuple[Check, ...]:
             f"{leaked} used or pending over all ranks of both runs, live state slots included; "
             "their books balance",
         ),
+        *_host_checks(evidence.cached),
     )
+
+
+def _host_checks(cached: Phase) -> tuple[Check, ...]:
+    """For pools with host memory: whether all that was on its way has arrived."""
+    if not cached.hosts:
+        return ()
+    held = cached.num_leaked_host_blocks
+    detail = f"{held} blocks and loads are on their way or set aside; the host's books balance"
+    return (Check("nothing is held for the host after the last answer", held == 0, detail),)
 
 
 def _state_checks(logits: LogitCheck) -> tuple[Check, ...]:

@@ -22,7 +22,7 @@ from .play import Phase, Served, converse, replay
 from .prompts import ChatFormat
 from .reference import Reference
 from .results import Figures, Report
-from .settings import DemoOptions, one_rank, pool_config, with_checkpoints
+from .settings import DemoOptions, one_rank, pool_config, with_checkpoints, without_cache
 from .verify import Pair, Verdict, compare
 from .workload import Workload, make_workload
 
@@ -96,9 +96,8 @@ def run_demo(options: DemoOptions, steps: Steps, launch: Launch | None = None) -
             with steps.step("time to first token") as update:
                 samples = longest_prompts(cached.served, sizes.num_first_token)
                 first_tokens = measure_first_token(pool, samples, update)
-        off = plan.config.model_copy(update={"enable_prefix_cache": False})
         with (
-            _start("ranks without prefix cache", launch, off, steps) as pool,
+            _start("ranks without prefix cache", launch, without_cache(plan.config), steps) as pool,
             steps.step("the same prompts, prefix cache off") as update,
         ):
             plain = replay(pool, cached, params, update)
@@ -227,6 +226,9 @@ def _report(plan: Plan, evidence: Evidence, wall_s: float) -> Report:
     cold_s, warm_s = medians(evidence.first_tokens)
     checks = checks_of(evidence)
     misses = tuple(item.output.miss for item in cached.served if item.output.miss is not None)
+    num_offloaded = sum(rank.num_offloaded_blocks_total for rank in cached.drained)
+    num_loaded = sum(rank.num_loaded_blocks_total for rank in cached.drained)
+    block_bytes = max((host.block_bytes for host in cached.hosts), default=0)
     figures = Figures(
         model=plan.model_path,
         dp_size=plan.config.dp_size,
@@ -257,6 +259,16 @@ def _report(plan: Plan, evidence: Evidence, wall_s: float) -> Report:
         state_skipped=sum(rank.state_skipped_total for rank in cached.drained),
         state_bytes=sum(rank.state_bytes for rank in cached.drained),
         lost_state_logit_diff=evidence.logits.lost_state_diff,
+        device_hit_tokens=cached.num_hit_tokens - cached.num_host_hit_tokens,
+        host_hit_tokens=cached.num_host_hit_tokens,
+        offloaded_blocks=num_offloaded,
+        loaded_blocks=num_loaded,
+        offloaded_bytes=num_offloaded * block_bytes,
+        loaded_bytes=num_loaded * block_bytes,
+        host_blocks=sum(host.blocks for host in cached.hosts),
+        host_blocks_cached=sum(host.cached for host in cached.hosts),
+        leaked_host_blocks=cached.num_leaked_host_blocks,
+        tier_faults=sum(rank.num_tier_faults_total for rank in cached.drained),
         misses=dict(Counter(miss.reason for miss in misses).most_common()),
         workload_sha256=plan.workload.sha256,
         checks_failed=tuple(check.name for check in checks if not check.ok),

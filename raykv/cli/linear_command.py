@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
 from raykv.errors import ConfigError
 
-from .bench_command import Record, shown, table_of
+from .bench_command import shown, table_of, told
 
 if TYPE_CHECKING:
     from raykv.bench.linear_hits import Hits
     from raykv.bench.visits import Visit
-
-R = TypeVar("R", bound=Record)
 
 
 class Part(StrEnum):
@@ -52,19 +49,6 @@ class LinearOptions:
     num_chats: int = 300
     plot: Path | None = None
     is_quick: bool = False
-
-
-def parts_of(names: Iterable[str] | None) -> tuple[Part, ...]:
-    """The parts of these names; all without any.
-
-    Raises:
-        ConfigError: a name is unknown.
-    """
-    known = {part.value: part for part in Part}
-    for name in names or ():
-        if name not in known:
-            raise ConfigError(f"--only {name}: known parts are {', '.join(known)}")
-    return tuple(known[name] for name in names) if names else tuple(Part)
 
 
 def run_linear(options: LinearOptions, *, as_json: bool) -> None:
@@ -131,7 +115,7 @@ def _hits(
     found: list[Hits] = []
     for name, visits in workloads.items():
         served = linear_hits.measure(name, visits, compared)
-        of_workload = list(_told(served, as_json=as_json))
+        of_workload = list(told(served, as_json=as_json))
         if not as_json:
             Console().print(_hit_table(name, of_workload))
         found += of_workload
@@ -165,7 +149,7 @@ def _first_tokens(options: LinearOptions, *, as_json: bool) -> list[dict[str, An
     measured = linear_ttft.measure()
     if options.is_quick:
         measured = linear_ttft.measure(linear_ttft.MODELS[:1], (64, 128), num_runs=1)
-    found = list(_told(measured, as_json=as_json))
+    found = list(told(measured, as_json=as_json))
     if not as_json:
         table = Table(title="milliseconds to the first token, by checkpoints of recurrent state")
         table.add_column("model")
@@ -182,16 +166,3 @@ def _first_tokens(options: LinearOptions, *, as_json: bool) -> list[dict[str, An
             )
         Console().print(table)
     return [one.as_json() for one in found]
-
-
-def _told(records: Iterable[R], *, as_json: bool) -> Iterator[R]:
-    """The records as they come, each told on stderr, or as a line of JSON."""
-    progress = Console(stderr=True, highlight=False)
-    for record in records:
-        values = record.as_json()
-        if as_json:
-            print(json.dumps(values), flush=True)
-        else:
-            told = (f"{name.replace('_', ' ')} {value}" for name, value in values.items() if value)
-            progress.print(", ".join(told), soft_wrap=True)
-        yield record

@@ -103,7 +103,20 @@ def demo(
     ] = None,
     num_blocks: Annotated[
         int | None,
-        typer.Option(help="KV blocks per rank, the padding block included.", show_default="512"),
+        typer.Option(
+            "--num-blocks",
+            "--device-blocks",
+            help="KV blocks per rank, the padding block included.",
+            show_default="512",
+        ),
+    ] = None,
+    host_blocks: Annotated[
+        int | None,
+        typer.Option(
+            help="Blocks of host memory that keep what falls out of the ranks, the padding block "
+            "included.",
+            show_default="none",
+        ),
     ] = None,
     block_size: Annotated[
         int | None, typer.Option(help="Tokens per block.", show_default="16")
@@ -149,6 +162,7 @@ def demo(
         quick,
         eviction,
         model_class,
+        host_blocks,
     )
     from .demo_command import demo_command, profile_command  # noqa: PLC0415
 
@@ -276,10 +290,43 @@ def linear(
     as_json: _Json = False,
 ) -> None:
     """Checkpoints of recurrent state: what they cost, and how much of a prompt they save."""
-    from .linear_command import LinearOptions, parts_of, run_linear  # noqa: PLC0415
+    from .bench_command import parts_of  # noqa: PLC0415
+    from .linear_command import LinearOptions, Part, run_linear  # noqa: PLC0415
 
-    options = LinearOptions(parts_of(only), trace, chats, visits, conversations, plot, quick)
+    options = LinearOptions(parts_of(Part, only), trace, chats, visits, conversations, plot, quick)
     run_linear(options, as_json=as_json)
+
+
+@bench_app.command()
+def tiers(
+    *,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PART",
+            help="copies: bandwidth to and from the host; costs: microseconds and messages of the "
+            "books; ttft: time to the first token of conversations that come back. May be given "
+            "several times.",
+            show_default="all",
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw copies and ttft: .svg, .png or .pdf.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Do little: only to see that all works.")
+    ] = False,
+    as_json: _Json = False,
+) -> None:
+    """Host memory behind the devices: what it costs, and how much sooner first tokens come.
+
+    The exit status is 1 if answers differ with and without it.
+    """
+    from .bench_command import parts_of  # noqa: PLC0415
+    from .tiers_command import Part, TiersOptions, run_tiers  # noqa: PLC0415
+
+    if not run_tiers(TiersOptions(parts_of(Part, only), plot, quick), as_json=as_json):
+        raise typer.Exit(1)
 
 
 def run(arguments: list[str] | None = None, command: typer.Typer = app, name: str = "raykv") -> int:

@@ -12,11 +12,16 @@ from numpy.typing import NDArray
 
 from raykv.core.kv_cache_manager import RankStats
 from raykv.engine.params import GenerationRequest, SamplingParams, TokenDelta, TokenOutput
+from raykv.hierarchy import HierarchyBlockManagerPool
+from raykv.host_state_stats import HostStatesStats
+from raykv.host_stats import HostTierStats
 from raykv.pool import BlockManagerPool
 
 from .console import Update
 from .prompts import ChatFormat, Transcript
 from .workload import Workload
+
+_DRAIN_S = 30.0  # until what is on its way to the host must be there
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +54,17 @@ class Phase:
         served: the requests, turn by turn.
         wall_s: seconds from the first submission to the last answer.
         peak: per rank, its counters when it used most blocks.
-        drained: per rank, its counters after the last answer.
+        drained: per rank, its counters after the last answer, and what it sent on the way.
+        hosts: likewise per host tier; none without.
+        host_states: likewise, of its checkpoints of recurrent state; none without.
     """
 
     served: list[Served] = field(default_factory=list)
     wall_s: float = 0.0
     peak: list[RankStats] = field(default_factory=list)
     drained: list[RankStats] = field(default_factory=list)
+    hosts: list[HostTierStats] = field(default_factory=list)
+    host_states: list[HostStatesStats] = field(default_factory=list)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -66,6 +75,12 @@ class Phase:
     def num_hit_tokens(self) -> int:
         """Prompt tokens that the prefix cache supplied."""
         return sum(served.output.num_cached_tokens for served in self.served)
+
+    @property
+    def num_host_hit_tokens(self) -> int:
+        """Those of the hit tokens that came from host memory."""
+        misses = (served.output.miss for served in self.served)
+        return sum(miss.num_host_tokens for miss in misses if miss is not None)
 
     @property
     def hit_rate(self) -> float:
@@ -89,6 +104,14 @@ class Phase:
             rank.num_used_blocks + rank.num_pending_blocks + rank.num_live_state_slots
             for rank in self.drained
         )
+
+    @property
+    def num_leaked_host_blocks(self) -> int:
+        """Host blocks and slots that somebody still holds, and what on the ranks waits for them."""
+        waiting = (rank.num_loading_sequences + rank.num_offloading_blocks for rank in self.drained)
+        blocks = (host.storing + host.pinned + host.quarantined for host in self.hosts)
+        slots = (host.storing + host.pinned + host.quarantined for host in self.host_states)
+        return sum(waiting) + sum(blocks) + sum(slots)
 
 
 class Player:
@@ -151,6 +174,10 @@ class Player:
             IntegrityError: a rank's books do not balance.
         """
         self.phase.wall_s = time.perf_counter() - self._began
+        if isinstance(self._pool, HierarchyBlockManagerPool):
+            self._pool.wait_for_transfers(_DRAIN_S)
+            self.phase.hosts = self._pool.host_stats()
+            self.phase.host_states = self._pool.host_state_stats()
         self.phase.drained = list(self._pool.stats().ranks)
         self._pool.check_integrity()
         self._show()

@@ -55,12 +55,20 @@ def figures_table(figures: Figures) -> RenderableType:
              f"{f.state_skipped:,} found no slot"),
             ("  kept in the end, MB", f"{f.state_bytes / 1e6:,.1f}", "0", ""),
         )  # fmt: skip
+    host: tuple[tuple[str, str, str, str], ...] = ()
+    if f.host_blocks:
+        host = (
+            ("    from the device", f"{f.device_hit_tokens:,}", "0", ""),
+            ("    from the host", f"{f.host_hit_tokens:,}", "0", ""),
+        )
     for row in (
         ("requests", f"{f.requests:,}", f"{f.requests:,}", ""),
         ("prompt tokens", f"{f.prompt_tokens:,}", f"{f.prompt_tokens:,}", ""),
         ("  computed", f"{computed:,}", f"{f.prompt_tokens:,}", ""),
         ("  not computed again", f"{f.hit_tokens:,}", "0", f"{f.hit_rate:.1%} hit rate"),
+        *host,
         ("cached blocks evicted", f"{f.evicted_blocks:,}", "", ""),
+        *_host_rows(f),
         *states,
         ("time to first token, ms", f"{f.ttft_warm_ms:,.0f}", f"{f.ttft_cold_ms:,.0f}",
          first_token_gain),
@@ -76,6 +84,20 @@ def figures_table(figures: Figures) -> RenderableType:
         style="dim",
     )
     return Group(table, notes)
+
+
+def _host_rows(figures: Figures) -> tuple[tuple[str, str, str, str], ...]:
+    """What went to and from the host."""
+    f = figures
+    if not f.host_blocks:
+        return ()
+    kept = f"{f.host_blocks_cached:,} of {f.host_blocks:,}"
+    faults = "" if not f.tier_faults else f"{f.tier_faults:,} faults"
+    return (
+        ("blocks to the host", f"{f.offloaded_blocks:,}", "", f"{f.offloaded_bytes / 1e6:,.0f} MB"),
+        ("blocks back from it", f"{f.loaded_blocks:,}", "", f"{f.loaded_bytes / 1e6:,.0f} MB"),
+        ("  kept there in the end", kept, "", faults),
+    )
 
 
 def gain_bars(figures: Figures) -> RenderableType:

@@ -60,6 +60,16 @@ class Figures:
         state_bytes: bytes of the checkpoints that were kept in the end.
         lost_state_logit_diff: as corrupted_logit_diff, with the state zeroed instead; None for
             models that have none.
+        device_hit_tokens: of the hit tokens, those that were still in their rank's blocks.
+        host_hit_tokens: those that came back from host memory; 0 without, as all up to tier_faults.
+        offloaded_blocks: blocks that were copied to the host.
+        loaded_blocks: blocks that were copied back.
+        offloaded_bytes: the bytes of the former.
+        loaded_bytes: the bytes of the latter.
+        host_blocks: blocks of all host tiers.
+        host_blocks_cached: those that hold something in the end.
+        leaked_host_blocks: blocks still on their way, or set aside, after everything was answered.
+        tier_faults: copies that failed or came to nothing, and losses of the host.
         misses: why hits ended where they did, requests by reason.
         workload_sha256: names what was asked.
         checks_failed: names of the checks that do not hold.
@@ -95,6 +105,16 @@ class Figures:
     state_skipped: int
     state_bytes: int
     lost_state_logit_diff: float | None
+    device_hit_tokens: int
+    host_hit_tokens: int
+    offloaded_blocks: int
+    loaded_blocks: int
+    offloaded_bytes: int
+    loaded_bytes: int
+    host_blocks: int
+    host_blocks_cached: int
+    leaked_host_blocks: int
+    tier_faults: int
     misses: dict[str, int]
     workload_sha256: str
     checks_failed: tuple[str, ...]

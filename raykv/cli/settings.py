@@ -29,6 +29,7 @@ class DemoOptions:
         max_tokens: tokens per answer.
         eviction: the eviction policy.
         quick: whether to do little.
+        host_blocks: host blocks of each tier, padding included.
     """
 
     model: str | None = None
@@ -41,6 +42,7 @@ class DemoOptions:
     quick: bool = False
     eviction: str | None = None
     model_class: str | None = None
+    host_blocks: int | None = None
 
 
 def pool_config(options: DemoOptions) -> PoolConfig:
@@ -67,6 +69,8 @@ def pool_config(options: DemoOptions) -> PoolConfig:
     path = _model_path(options)
     if path is not None:
         model["path"] = path
+    if options.host_blocks is not None:
+        values["host"] = dict(values.get("host") or {}) | {"num_blocks": options.host_blocks}
     memory = dict(values.get("memory") or {})
     memory.setdefault("device", "cpu")
     if memory.get("dtype", "float32") != "float32":
@@ -84,6 +88,11 @@ def pool_config(options: DemoOptions) -> PoolConfig:
         return PoolConfig(**{**values, "model": model, "memory": memory})
     except ConfigError as error:
         raise ConfigError(_in_option_names(str(error))) from None
+
+
+def without_cache(config: PoolConfig) -> PoolConfig:
+    """The same configuration, but nothing is ever found again, neither here nor on the host."""
+    return config.model_copy(update={"enable_prefix_cache": False, "host": None, "store": None})
 
 
 def with_checkpoints(config: PoolConfig) -> PoolConfig:
@@ -150,7 +159,8 @@ def quiet_libraries() -> None:
 def _in_option_names(message: str) -> str:
     """Call settings what the user called them."""
     for setting, option in (
-        ("dp_size", "--ranks"), ("num_blocks", "--num-blocks"), ("block_size", "--block-size"),
+        ("host.num_blocks", "--host-blocks"), ("dp_size", "--ranks"),
+        ("num_blocks", "--num-blocks"), ("block_size", "--block-size"),
     ):  # fmt: skip
         message = message.replace(f"{setting}:", f"{option}:")
     return message

@@ -31,12 +31,16 @@ class SwapList:
 
     def __init__(self) -> None:
         self._due: dict[int, _Due] = {}  # by target
-        self._handed_pins: list[Blocks] = []
+        self._handed: dict[int, list[Blocks]] = {}  # pins, by target
 
     @property
     def is_idle(self) -> bool:
         """Whether no copy is due or under way."""
-        return not self._due and not self._handed_pins
+        return not self._due and not self._handed
+
+    def is_under_way(self, target: int) -> bool:
+        """Whether a copy to this target was handed out, and may not be done yet."""
+        return target in self._handed
 
     def add(
         self, source: int, target: int, source_pin: Blocks, target_pin: Blocks | None = None
@@ -73,14 +77,16 @@ class SwapList:
         if targets is not None:
             self._due = {target: one for target, one in due.items() if target not in targets}
             due = {target: one for target, one in due.items() if target in targets}
-        self._handed_pins += [pin for one in due.values() for pin in one.pins]
+        for target, one in due.items():
+            self._handed.setdefault(target, []).extend(one.pins)
         return [(one.source, target) for target, one in due.items()]
 
     def acknowledge(self) -> None:
         """All copies that were handed out are done."""
-        for pin in self._handed_pins:
-            pin.release()
-        self._handed_pins.clear()
+        for pins in self._handed.values():
+            for pin in pins:
+                pin.release()
+        self._handed.clear()
 
 
 class CopyOnWrite:

@@ -15,9 +15,10 @@ from raykv.errors import ConfigError, DoubleFreeError, RequestError
 from .blocks import Blocks
 from .checked_prefix import CheckedPrefix, same_prefix
 from .reservation import Reservation
-from .state_slots import Checkpoint, StateSlots
+from .state_slots import StateSlots
 
 if TYPE_CHECKING:
+    from .checkpoint import Checkpoint
     from .sequence import Sequence
 
 
@@ -303,8 +304,7 @@ class LinearStatePrefixCache:
     def retire(self, weights_version: int) -> int:
         """Reclaim the checkpoints of this version of the weights before all others, for good.
 
-        They can be matched as long as they are there. Those that were saved without their prefix
-        have no version.
+        They can be matched while they last; those that were saved without prefix have no version.
 
         Returns:
             How many of them can be reclaimed now.

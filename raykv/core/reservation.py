@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from .checkpoint import Checkpoint
 from .ledger import REF
-from .state_slots import Checkpoint, StateSlots
+from .state_slots import StateSlots
 
 
 class Reservation:
@@ -39,6 +40,14 @@ class Reservation:
     def is_of(self, slots: StateSlots) -> bool:
         """Whether the slot is one of these."""
         return self._slots is slots
+
+    def void(self) -> None:
+        """Let it come to nothing, but keep its slot: somebody may still write to it.
+
+        Others may reserve for the prefix. ``commit`` then only gives the slot back.
+        """
+        if not self.is_done and not self.existing:
+            self._slots.void(self.claim)
 
     def release(self) -> None:
         """Give the slot back, unless it was committed; idempotent."""

@@ -104,10 +104,23 @@ class Sequence:
     """
 
     __slots__ = (
-        "_buffer", "_num_tokens", "counted", "dp_rank", "driver_id", "host_kv_state", "is_loading",
+        "__weakref__",
+        "_buffer",
+        "_num_tokens",
+        "counted",
+        "dp_rank",
+        "driver_id",
+        "host_kv_state",
+        "is_loading",
         "kv_state",
-        "linear_state_slot", "max_new_tokens", "namespace", "num_prompt_tokens", "owner",
-        "retention", "seq_id", "single_block_id",
+        "linear_state_slot",
+        "max_new_tokens",
+        "namespace",
+        "num_prompt_tokens",
+        "owner",
+        "retention",
+        "seq_id",
+        "single_block_id",
     )  # fmt: skip
 
     def __init__(

@@ -80,6 +80,11 @@ class StateCopies:
         """Owe a copy into a live slot; see ``SwapList.add``. Slots are given by their addresses."""
         self._of(driver_id).copies.add(source, target, source_pin, target_pin)
 
+    def is_under_way(self, driver_id: str, target: int) -> bool:
+        """Whether a copy into a live slot was handed out, and may not be done yet."""
+        owed = self._owed.get(driver_id)
+        return owed is not None and owed.copies.is_under_way(target)
+
     def add_save(self, save: Save, source: int, source_pin: Blocks) -> None:
         """Owe the copy of a live slot that makes a checkpoint."""
         owed = self._of(save.sequence.driver_id)

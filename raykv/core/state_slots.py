@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING
 
 from raykv.errors import DoubleFreeError, IntegrityError
 
 from .blocks import Blocks
-from .checked_prefix import CheckedPrefix
+from .checkpoint import UNNAMED, Checkpoint
 from .ledger import REF, USE
 from .single import SingleBlockManager
 from .tokens import NO_INDEX
@@ -19,26 +18,8 @@ from .tokens import NO_INDEX
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from .checked_prefix import CheckedPrefix
     from .tokens import BlockIds, Index
-
-
-_UNNAMED = b"a prefix that still grows "  # longer than hashes are, and not equal to any
-
-
-@dataclass(slots=True, eq=False)  # not frozen: that takes three times as long to make
-class Checkpoint:
-    """A slot and the prefix whose state it holds, or will hold; never changed."""
-
-    prefix_hash: bytes
-    slot: int
-    index: Index  # of the slot
-    prefix: CheckedPrefix | None
-    is_speculative: bool = False
-
-    @property
-    def is_unnamed(self) -> bool:
-        """Whether the hash only tells reservations apart."""
-        return self.prefix_hash.startswith(_UNNAMED)
 
 
 class StateSlots(SingleBlockManager):
@@ -143,7 +124,7 @@ class StateSlots(SingleBlockManager):
     def reserve_unnamed(self) -> Checkpoint | None:
         """The same for a prefix that is to be named when it is committed."""
         self._num_unnamed += 1
-        return self.reserve(_UNNAMED + b"%d" % self._num_unnamed, None)
+        return self.reserve(UNNAMED + b"%d" % self._num_unnamed, None)
 
     def named(
         self, claim: Checkpoint, prefix_hash: bytes, prefix: CheckedPrefix | None
@@ -220,6 +201,24 @@ class StateSlots(SingleBlockManager):
     def is_reclaimable(self, checkpoint: Checkpoint) -> bool:
         """Whether nobody pins a committed checkpoint."""
         return checkpoint.slot in self._queue(checkpoint)
+
+    def is_unproven(self, checkpoint: Checkpoint) -> bool:
+        """Whether a committed checkpoint is speculative, and nobody has matched it yet."""
+        return checkpoint.slot in self._unproven
+
+    def void(self, claim: Checkpoint) -> None:
+        """Let a pending slot come to nothing, but not back; others may claim its hash."""
+        if self.claims.get(claim.prefix_hash) is claim:
+            del self.claims[claim.prefix_hash]
+
+    def forget(self, checkpoint: Checkpoint) -> None:
+        """Let a committed checkpoint never be matched again; its slot comes back with its pins."""
+        slot = checkpoint.slot
+        is_idle = self._queue(checkpoint).pop(slot, self) is None
+        del self.committed[checkpoint.prefix_hash], self._checkpoints[slot]
+        self._unproven.discard(slot)
+        if is_idle:
+            self._ledger.give_back_one(slot)
 
     def forget_all(self) -> int:
         """Let nothing that is committed or pending now be matched again; return how many were.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from raykv.config import ModelConfig, PoolConfig
 from raykv.errors import ConfigError
 from raykv.memory.xp import resolve_device
 from raykv.rank import RankKV
+from raykv.store_build import weights_name
 
 from .engine import Engine
 
@@ -21,7 +23,10 @@ def build_rank(config: PoolConfig, dp_rank: int) -> tuple[RankKV, Engine | None]
     """
     model = config.model
     if model is None or config.memory is None:
-        return RankKV(config, dp_rank), None
+        kv = RankKV(config, dp_rank)
+        if config.store is not None:
+            kv.weights_name = weights_name(config.store, None)
+        return kv, None
     runner = _load_runner(config, model)
     if config.max_model_len is None:
         config = config.model_copy(update={"max_model_len": runner.max_model_len})
@@ -38,6 +43,10 @@ def build_rank(config: PoolConfig, dp_rank: int) -> tuple[RankKV, Engine | None]
     kv = RankKV(config, dp_rank, runner.kv_spec, runner.state_spec)
     assert kv.buffers is not None, "a spec makes buffers"
     runner.bind(kv.buffers, kv.state_buffers)
+    if config.store is not None:
+        from .model_store import resolve_model  # noqa: PLC0415 - an extra
+
+        kv.weights_name = weights_name(config.store, Path(resolve_model(model.path)))
     tokenizer = load_tokenizer(model.path)
 
     def detokenize(token_ids: Sequence[int]) -> str:

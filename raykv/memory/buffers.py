@@ -9,7 +9,14 @@ from raykv.errors import ConfigError
 from raykv.memory.ids import Ids, checked_ids
 from raykv.memory.room import allocate_zeros, give_back_unused
 from raykv.memory.spec import KVSpec
-from raykv.memory.xp import Device, DeviceChoice, array_module, as_torch, resolve_device
+from raykv.memory.xp import (
+    Device,
+    DeviceChoice,
+    array_module,
+    as_torch,
+    record_event,
+    resolve_device,
+)
 
 
 class KVBuffers:
@@ -86,11 +93,7 @@ class KVBuffers:
 
     def record_event(self) -> Any:
         """On CUDA, an event behind all work on the current stream so far; None on the CPU."""
-        if self.device == "cpu":
-            return None
-        event = self.xp.cuda.Event(disable_timing=True)
-        event.record(self.xp.cuda.get_current_stream())
-        return event
+        return record_event(self.xp)
 
     def view(self, layer: int, name: str) -> Any:
         """Return one tensor of one layer over all blocks, without copying.

@@ -15,7 +15,14 @@ from raykv.memory.room import allocate_zeros, give_back_unused
 from raykv.memory.rows import copy_rows, read_rows, rows_per_piece, write_rows
 from raykv.memory.state_spec import StateSpec
 from raykv.memory.state_storage import CheckpointDtype, CheckpointFormat
-from raykv.memory.xp import Device, DeviceChoice, array_module, as_torch, resolve_device
+from raykv.memory.xp import (
+    Device,
+    DeviceChoice,
+    array_module,
+    as_torch,
+    record_event,
+    resolve_device,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +136,10 @@ class StateBuffers:
     def is_released(self) -> bool:
         """Whether there is no memory now; see ``release``."""
         return len(self.slots) < self.num_slots
+
+    def record_event(self) -> Any:
+        """See ``KVBuffers.record_event``."""
+        return record_event(self.xp)
 
     def release(self) -> None:
         """Let go of the memory, what lies in it included; idempotent.

@@ -91,6 +91,15 @@ def as_torch(array: Any, dtype: str, device: Device) -> Any:
     return tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor
 
 
+def record_event(xp: Any) -> Any:
+    """On CUDA, an event behind all work on the current stream so far; None on the CPU."""
+    if xp is np:
+        return None
+    event = xp.cuda.Event(disable_timing=True)
+    event.record(xp.cuda.get_current_stream())
+    return event
+
+
 def _cuda_fault() -> str | None:
     """Say why CUDA is unusable, or None if it works."""
     try:

@@ -9,6 +9,7 @@ key (2**128 tries), whatever he sends.
 from __future__ import annotations
 
 import hashlib
+import secrets
 import struct
 from collections.abc import Iterable
 from typing import Final
@@ -54,6 +55,15 @@ class KVKeys:
         self._model = _fields(
             ("format", _FORMAT), ("model", model_fingerprint), ("block_size", _number(block_size))
         )
+        self._salt = b""
+
+    def renew(self) -> None:
+        """Name everything otherwise from now on: nothing that was stored before is found here.
+
+        Who makes keys anew, such as a pool that is started later, finds what was stored before, and
+        not what was stored under these.
+        """
+        self._salt = _fields(("salt", secrets.token_bytes(16)))
 
     def keys(self, token_ids: TokenIds, namespace: Namespace = DEFAULT) -> list[bytes]:
         """One key of 32 bytes per full block: key i names tokens [0, (i + 1) * block_size).
@@ -84,7 +94,7 @@ class KVKeys:
             ("lora", _text(namespace.lora)),
             ("weights_version", _number(namespace.weights_version)),
         )
-        return _digest(self._model + fields, b"raykv.root")
+        return _digest(self._model + fields + self._salt, b"raykv.root")
 
     def _items(self, items: MultimodalItems) -> dict[int, bytes]:
         """By block, what the items that begin in it add; their order within a block counts."""

@@ -40,6 +40,16 @@ FIGURES = Figures(
     state_skipped=0,
     state_bytes=0,
     lost_state_logit_diff=None,
+    device_hit_tokens=4192,
+    host_hit_tokens=0,
+    offloaded_blocks=0,
+    loaded_blocks=0,
+    offloaded_bytes=0,
+    loaded_bytes=0,
+    host_blocks=0,
+    host_blocks_cached=0,
+    leaked_host_blocks=0,
+    tier_faults=0,
     misses={"complete": 2, "diverged": 1},
     workload_sha256="e9",
     checks_failed=(),
@@ -86,6 +96,19 @@ def test_models_with_state_show_what_it_took():
     assert "state" not in rendered(REPORT).replace("by state", "")
 
 
+def test_host_memory_shows_what_went_to_it_and_came_back():
+    figures = replace(
+        FIGURES, device_hit_tokens=3168, host_hit_tokens=1024, offloaded_blocks=77,
+        loaded_blocks=64, offloaded_bytes=57_000_000, loaded_bytes=47_000_000, host_blocks=511,
+        host_blocks_cached=70, tier_faults=3,
+    )  # fmt: skip
+    text = rendered(replace(REPORT, figures=figures))
+    assert max(map(len, text.splitlines())) <= 80
+    for words in ("3,168", "1,024", " 77 ", "57 MB", " 64 ", "47 MB", "70 of 511", "3 faults"):
+        assert words in text
+    assert "host" not in rendered(REPORT)
+
+
 def test_no_terminal_no_colours():
     assert "\x1b" not in rendered(REPORT)
 
@@ -95,7 +118,8 @@ def test_json_has_the_promised_fields():
     assert {
         "dp_size", "requests", "prompt_tokens", "hit_tokens", "hit_rate", "ttft_cold_ms",
         "ttft_warm_ms", "tokens_per_s", "tokens_per_s_no_cache", "outputs_equal", "near_ties",
-        "max_logit_diff", "leaked_blocks", "workload_sha256",
+        "device_hit_tokens", "host_hit_tokens", "offloaded_blocks", "loaded_blocks",
+        "host_blocks_cached", "tier_faults", "max_logit_diff", "leaked_blocks", "workload_sha256",
     } <= values.keys()  # fmt: skip
     assert (values["hit_rate"], values["ttft_cold_ms"], values["wall_s"]) == (0.7288, 1535.22, 55.6)
     assert values["max_logit_diff"] == 1.2e-6

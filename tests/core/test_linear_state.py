@@ -352,3 +352,24 @@ def test_speculative_ones_are_cleared_and_retired_like_others(cache):
     assert cache.clear() == 1
     check_partition(cache)
     assert cache.num_free_slots == 1
+
+
+def test_a_void_reservation_keeps_its_slot_and_leaves_its_prefix_to_others():
+    cache = LinearStatePrefixCache(4)
+    late = cache.reserve_checkpoint(b"a", prefix=checked(1))
+    assert cache.reserve_checkpoint(b"a", prefix=checked(1)) is None, "there is a claim"
+    late.void()
+    late.void()
+    assert (cache.num_pending, cache.num_free_slots) == (1, 2)
+    other = cache.reserve_checkpoint(b"a", prefix=checked(1))
+    assert other.slot != late.slot
+    late.void()
+    slot = cache.commit(other)
+    assert cache.commit(late) == 0
+    assert (cache.num_pending, cache.num_free_slots) == (0, 2)
+    [pin] = pinned(cache, b"a")
+    assert int(pin.index[0]) == slot
+    known = cache.reserve_checkpoint(b"a", prefix=checked(1))
+    known.void()
+    assert cache.contains(b"a"), "a word of what is there voids nothing"
+    check_partition(cache)

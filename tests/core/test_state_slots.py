@@ -276,3 +276,24 @@ def test_the_audit_finds_damage(damage):
     with pytest.raises(IntegrityError):
         cache.check_integrity()
     assert (pending.slot, len(held)) == (2, 1)
+
+
+@pytest.mark.parametrize("is_speculative", [False, True])
+def test_a_forgotten_checkpoint_is_never_matched_and_its_slot_comes_back_with_its_pin(
+    cache, is_speculative
+):
+    slots = cache.slots
+    for name in (b"a", b"b", b"c"):
+        cache.commit(cache.reserve_checkpoint(name, is_speculative=is_speculative))
+    assert slots.is_unproven(slots.committed[b"b"]) == is_speculative
+    [pin] = pinned(cache, b"b")
+    assert not slots.is_unproven(slots.committed[b"b"])
+    for name in (b"a", b"b"):
+        slots.forget(slots.committed[name])
+        check_partition(cache)
+    assert saved(cache, b"a", b"b", b"c") == [b"c"]
+    assert (cache.num_free_slots, cache.num_lingering_slots) == (3, 1)
+    again = cache.reserve_checkpoint(b"b")
+    assert again.slot != int(pin.index[0])
+    pin.release()
+    assert (cache.num_free_slots, cache.num_lingering_slots) == (3, 0)

@@ -13,7 +13,7 @@ from raykv.store.redis_store import RedisStore
 from raykv.store_source import StoreSource
 
 from .sources import KEYS, Clock, PatternSource, fill
-from .tier_world import prompt_of, until
+from .tier_world import Tier, prompt_of, until
 
 
 def test_a_full_host_takes_what_it_can(tier, begin):
@@ -38,6 +38,26 @@ def test_a_reset_ends_the_prefetch(tier, begin):
     assert not prefetches.wait(prompt_of(*range(12)), 10)
     assert tier.num_right(*range(12)) == 0
     assert tier.books.stats().orphaned == 12
+
+
+def test_a_reset_between_two_steps_ends_the_prefetch_too(begin):
+    tier = Tier(num_blocks=101)
+    source = PatternSource(90)
+    source.is_open.clear()
+    source.num_free = 40
+    prefetches = begin(source, on=tier)
+    prefetches.start(prompt_of(*range(90)))
+    until(lambda: tier.num_ready(*range(90)) == 32)
+    with tier.lock:
+        tier.reset()
+        source.is_open.set()
+    assert not prefetches.wait(prompt_of(*range(90)), 10)
+    assert tier.num_right(*range(90)) == 0
+    stats = tier.books.stats()
+    assert (stats.storing, stats.free, stats.orphaned) == (0, 100, 32)
+    prefetches.check_integrity()
+    prefetches.close()
+    tier.slab.close()
 
 
 def test_a_lease_that_ran_out_costs_the_step_only(tier, begin):

@@ -135,6 +135,16 @@ def test_what_a_rank_is_storing_is_not_read(tier, begin):
     assert tier.num_right(1, 2, 3, 4) == 4
 
 
+def test_where_a_rank_is_storing_all_of_it_nothing_is_read(tier, begin):
+    ticket = tier.offer(1, 2)
+    prefetches = begin(PatternSource(2))
+    prefetches.start(prompt_of(1, 2))
+    prefetches.wait(prompt_of(1, 2), 10)
+    stats = prefetches.stats()
+    assert (stats["blocks"], stats["no_room"]) == (0, 0)
+    tier.report(ticket, 0)
+
+
 # -- giving up -------------------------------------------------------------------------------------
 
 

@@ -93,6 +93,18 @@ class Tiers(RuleBasedStateMachine):
     def give_up(self, marks, namespace):
         self.prefetches.give_up(prompt_of(*marks, namespace=namespace))
 
+    @rule(marks=prompts, namespace=namespaces, mood=st.sampled_from(["failing", "losing"]))
+    def another_fills_the_store_and_it_is_read(self, marks, namespace, mood):
+        """With an empty host, so that reads are common that end somewhere in the middle."""
+        tokens = tokens_of(*marks)
+        keys = KEYS.keys(tokens, namespace)
+        items = [(key, content_of(tokens, at, namespace)) for at, key in enumerate(keys)]
+        self.loop.call(self.disk.put_many(items))
+        self.reset()
+        self.store_is(mood)
+        self.start(marks, namespace)
+        self.wait(marks, namespace, 20)
+
     # -- the world -----------------------------------------------------------------------------
 
     @rule(mood=st.sampled_from(sorted(MOODS)))

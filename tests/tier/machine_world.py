@@ -36,7 +36,7 @@ class Turnstile:
             self._faults.append(fault)
             self._changed.notify_all()
 
-    def open(self, is_open=True):
+    def open(self, *, is_open=True):
         with self._changed:
             self.is_open = is_open
             self._changed.notify_all()
@@ -90,7 +90,7 @@ class MachineWorld(World):
 
     def open(self, *, is_open=True):
         for stile in self.stiles:
-            stile.open(is_open)
+            stile.open(is_open=is_open)
 
     # -- sequences ------------------------------------------------------------------------------
 

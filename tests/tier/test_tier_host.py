@@ -15,11 +15,13 @@ from raykv.errors import ConfigError, IntegrityError, RankUnavailableError
 from raykv.host_tickets import NO_TICKET, LoadResult, Offer, StoreResult, Want
 from raykv.memory.host_slab import HostSlab
 from raykv.tier_host import TierHost
-from raykv.tier_messages import Ask, TierCall
+from raykv.tier_messages import Ask, BlockKind, TierCall
 
 from .tier_world import make_config, wait_until
 
 TOKENS = np.arange(9, dtype=np.int32)
+
+KIND = BlockKind(64, b"layout")
 
 
 @pytest.fixture
@@ -31,7 +33,7 @@ def host():
 
 
 def join(host, name="one", **options):
-    return host.join(name, os.getpid(), 64, **options)
+    return host.join(name, os.getpid(), KIND, **options)
 
 
 def say(host, info, name="one", **parts):
@@ -94,7 +96,7 @@ def test_the_memory_is_there_with_the_first_rank(host):
 def test_blocks_of_another_size_are_refused(host):
     join(host)
     with pytest.raises(ConfigError, match="128 bytes"):
-        host.join("two", os.getpid(), 128)
+        host.join("two", os.getpid(), BlockKind(128, b"layout"))
 
 
 def test_strangers_are_told_to_join(host):
@@ -129,10 +131,10 @@ def test_who_is_silent_loses_its_lease_by_itself():
 
 def test_what_a_dead_process_left_comes_back(host):
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    info = host.join("theirs", process.pid, 64)
+    info = host.join("theirs", process.pid, KIND)
     say(host, info, "theirs", offers=[offer()])
-    [client] = host._books.clients
-    host._books.leave("theirs")  # it was silent first
+    [client] = host._books.blocks.clients
+    host._books.blocks.leave("theirs")  # it was silent first
     assert host.stats().quarantined == 4
     assert client.pid == process.pid
     process.kill()
@@ -144,15 +146,15 @@ def test_what_a_dead_process_left_comes_back(host):
 def test_a_process_that_died_before_it_was_watched_is_no_error(host):
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
-    host.join("theirs", process.pid, 64)
+    host.join("theirs", process.pid, KIND)
 
 
 def test_a_header_that_was_overwritten_is_noticed(host):
     join(host)
-    host._slab.blocks[0, 0] = 1
+    host._books.slab.blocks[0, 0] = 1
     with pytest.raises(IntegrityError, match="padding"):
         host.check_integrity()
-    host._slab.blocks[0, 0] = 0
+    host._books.slab.blocks[0, 0] = 0
 
 
 def test_a_closed_tier_says_so():

@@ -65,7 +65,7 @@ def test_a_block_that_arrived_corrupt_is_quarantined(make_world):
 def test_damage_in_the_slab_is_never_served(make_world):
     world = make_world()
     world.store(range(9))
-    slab = world.tier.host._slab
+    slab = world.tier.host._books.slab
     slab.blocks[1:, 5] ^= 1
     assert world.live(range(9)) == 0
     assert world.totals()["loads_corrupt"] == 4
@@ -78,7 +78,7 @@ def test_a_block_that_was_reassigned_while_it_was_read_is_a_miss(make_world):
     sequence = world.admit(range(9))
     world.pool.transfer_blocks([sequence])
     wait_until(lambda: gate.num_seen)
-    world.tier.host._slab.generations[1:] += 1
+    world.tier.host._books.slab.generations[1:] += 1
     gate.open()
     report = world.pool.transfer_blocks([sequence], wait_s=WAIT_S)
     assert report.missed == {sequence.seq_id: "host_stale"}

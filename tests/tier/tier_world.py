@@ -92,8 +92,9 @@ class World:
 
     @property
     def books(self):
-        """The tier's HostTier."""
-        return self.tier.host._books
+        """The tier's HostTier; None before a rank has joined."""
+        books = self.tier.host._books
+        return None if books is None else books.blocks
 
     @property
     def link(self):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raykv.memory.host_slab import HostSlab
-from raykv.transport import TcpTransport, wire
+from raykv.transport import TcpServer, TcpTransport, wire
 
 from .slabs import (
     FAILED,
@@ -83,7 +83,7 @@ def test_frozen_in_the_middle(source, target, served):
             target,
             IDS,
             once(served.freeze),
-            timeout_s=0.3,
+            timeout_s=1.0,
         )
         num = num_ok(outcomes)
         assert 0 < num < len(IDS)
@@ -136,6 +136,35 @@ def test_cancelled_in_the_middle(source, target, served):
 
     asyncio.run(main())
     assert (target.blocks == source.blocks).all()
+
+
+def test_an_answer_that_breaks_is_not_begun_again_in_its_middle(source, target):
+    """Over a kept connection, where nothing but the place tells one row from another."""
+    source.generations[1:] = 5
+    server = TcpServer(source, SECRET)
+
+    def break_off():
+        for task in list(server._connections):
+            server._loop.call_soon_threadsafe(task.cancel)
+
+    async def main():
+        transport = TcpTransport(SECRET)
+
+        async def attempt(ids, on_blocks):
+            request = request_for(source, ids, with_checksums=False)
+            return await transport.read_rows(server.address, request, target.blocks, ids, on_blocks)
+
+        assert (await attempt(IDS[:1], lambda num: None)).tolist() == [OK]
+        outcomes = await attempt(IDS, once(break_off))
+        assert transport.stats()["opened"] == 1
+        await transport.close()
+        return outcomes.tolist()
+
+    outcomes = asyncio.run(main())
+    server.close()
+    num = num_ok(outcomes)
+    assert 0 < num < len(IDS)
+    assert (target.blocks[1 : num + 1] == source.blocks[1 : num + 1]).all()
 
 
 # -- liars -----------------------------------------------------------------------------------------
