@@ -214,6 +214,8 @@ class Engine:
         if self.lifecycle.asleep:
             return deltas
         step = self.scheduler.schedule()
+        if self.kv.tier is not None and self.kv.tier.num_loading:
+            self.kv.pump_tier(ENGINE)  # who was just admitted loads while the others compute
         self.is_waiting = not step
         failed, self.scheduler.failed = self.scheduler.failed, []
         for task, error in dict(failed).items():
