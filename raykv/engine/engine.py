@@ -208,7 +208,8 @@ class Engine:
         start = self._clock()
         self.is_waiting = True
         self.lifecycle.advance()
-        self.kv.pump_tier(ENGINE)
+        for sequence in self.kv.pump_tier(ENGINE):
+            self.scheduler.preempt(sequence)
         deltas, self._ended = self._ended, []
         if self.lifecycle.asleep:
             return deltas

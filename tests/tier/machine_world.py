@@ -79,8 +79,8 @@ class MachineWorld(World):
     def copy(self, rank, fault):
         """Let the next copy of a rank happen, if there is one."""
         copier = self.kv_of(rank).tier.link.copier
-        num_held = len(copier._held)
-        if not copier.num_queued and copier.num_running == num_held:
+        num_held = 0 if copier is None else len(copier._held)
+        if copier is None or (not copier.num_queued and copier.num_running == num_held):
             return
         stile, before = self.stiles[rank], copier.num_finished
         wait_until(lambda: stile.num_waiting)

@@ -56,9 +56,6 @@ class HierarchyMachine(RuleBasedStateMachine):
     def pick(self, number):
         return self.world.sequences[number % len(self.world.sequences)]
 
-    def rank_of(self, number):
-        return number % len(self.pool.ranks)
-
     # -- sequences ------------------------------------------------------------------------------
 
     @rule(token_ids=tokens)
@@ -112,6 +109,20 @@ class HierarchyMachine(RuleBasedStateMachine):
         self.world.forget(sequence)
         (self.pool.deallocate if publish else self.pool.deallocate_without_cache)(sequence)
 
+    @rule(prompts=st.lists(tokens, min_size=1, max_size=4), evict=st.booleans())
+    def live(self, prompts, evict):
+        """Whole lives, one after the other, in which nothing goes wrong that has not already."""
+        for token_ids in prompts:
+            if evict:
+                self._evict(None)
+            num_before = len(self.world.sequences)
+            self.arrive(token_ids=token_ids)
+            if len(self.world.sequences) > num_before:
+                self.move(steps=[None] * 4)
+                self.compute(number=num_before, more=[], share=1)
+                self.end(number=num_before, publish=True)
+            self.move(steps=[None] * 4)
+
     # -- moving ---------------------------------------------------------------------------------
 
     @rule()
@@ -120,30 +131,40 @@ class HierarchyMachine(RuleBasedStateMachine):
         self.pool.transfer_blocks()
 
     @rule(
-        number=picks,
-        fault=st.sampled_from([None, None, None, "fail", "short", "late", "corrupt"]),
+        steps=st.lists(
+            st.sampled_from([None, "fail", "short", "late", "corrupt", None, None, None]),
+            min_size=1,
+            max_size=5,
+        )
     )
-    def copy(self, number, fault):
-        self.world.copy(self.rank_of(number), fault)
-
-    @rule(number=picks)
-    def load_and_store(self, number):
-        """A good while in which nothing goes wrong."""
-        for _ in range(3):
+    def move(self, steps):
+        """Copies go on, each with its fault."""
+        for fault in steps:
             self.transfer()
             for rank in range(len(self.pool.ranks)):
-                self.world.copy(rank, None)
-                self.world.copy(rank, None)
-        self.transfer()
-
-    @rule(seconds=st.sampled_from([1.0, 60.0, 150.0]))
-    def wait(self, seconds):
-        self.world.offset_s += seconds
+                self.world.copy(rank, fault)
 
     # -- what happens to all --------------------------------------------------------------------
 
-    @rule()
-    def reset(self):
+    @rule(
+        what=st.sampled_from(
+            ["reset", "update", "retire", "sleep", "freeze", "thaw", "thaw", "kill", "restart",
+             "restart", "restart", "expire", "lose", "wait", "wait", "evict", "evict", "evict"]
+        ),
+        number=picks,
+    )  # fmt: skip
+    def happen(self, what, number):
+        getattr(self, f"_{what}")(number)
+
+    def _evict(self, _):
+        """The devices needed all that nobody held."""
+        for rank in range(len(self.pool.ranks)):
+            self.world.kv_of(rank).block_manager.reset_prefix_cache()
+
+    def _wait(self, number):
+        self.world.offset_s += [1.0, 60.0, 150.0][number % 3]
+
+    def _reset(self, _):
         tier = self.world.tier
         if tier.is_frozen or tier.is_dead:
             with pytest.raises(RankUnavailableError):
@@ -152,44 +173,47 @@ class HierarchyMachine(RuleBasedStateMachine):
             self.pool.reset_prefix_cache()
             self.world.era += 1
 
-    @rule(mode=st.sampled_from(["wait", "keep"]))
-    def update_weights(self, mode):
+    def _update(self, number):
+        mode = ["wait", "keep"][number % 2]
         self.pool.update_weights(self.pool.weights_version()[0] + 1, mode=mode)
         self.world.era += 1
 
-    @rule()
-    def retire(self):
+    def _retire(self, _):
         with contextlib.suppress(RankUnavailableError):
             self.pool.retire(max(0, self.pool.weights_version()[0] - 1))
 
-    @rule()
-    def sleep(self):
+    def _sleep(self, _):
         self.world.open()
         with contextlib.suppress(RequestError):
             self.pool.sleep()
         self.pool.wake_up()
         self.world.open(is_open=False)
 
-    @rule(what=st.sampled_from(["freeze", "thaw", "thaw", "kill", "restart", "restart"]))
-    def harm(self, what):
-        tier = self.world.tier
-        if tier.is_dead == (what == "restart"):
-            getattr(tier, what)()
+    def _freeze(self, _):
+        self.world.tier.freeze()
 
-    @rule()
-    def expire(self):
+    def _thaw(self, _):
+        self.world.tier.thaw()
+
+    def _kill(self, _):
+        self.world.tier.kill()
+
+    def _restart(self, _):
+        if self.world.tier.is_dead:
+            self.world.tier.restart()
+
+    def _expire(self, _):
         """The tier has heard of no rank for long."""
         host = self.world.tier.host
         if self.world.books is not None and not self.world.tier.is_dead:
             with host._lock:
                 host._books.expire(float("inf"))
 
-    @rule(number=picks)
-    def lose(self, number):
+    def _lose(self, number):
         """The driver and a rank have not heard of each other for long."""
         if not self.world.hosts:
             return
-        rank = self.pool.ranks[self.rank_of(number)]
+        rank = self.pool.ranks[number % len(self.pool.ranks)]
         mine = [one for one in self.world.sequences if one.dp_rank == rank.dp_rank]
         rank.lose("for a test")
         for sequence in mine:
