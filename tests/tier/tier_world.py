@@ -184,7 +184,7 @@ class World:
 
     def rejoin(self):
         """Until rank 0 uses its tier again."""
-        wait_until(lambda: self.kv_of().pump_tier() is None and self.link.is_up)
+        wait_until(lambda: (self.kv_of().pump_tier(), self.link.is_up)[1])
 
     def _is_idle(self, rank):
         kv = self.kv_of(rank)
