@@ -134,9 +134,10 @@ def test_without_checksums_damage_shows(tiny_llama, large):
     with serving(tiny_llama, num_blocks=70, host=host, copy_faults=_Blatant()) as (pool, _):
         with pytest.raises(AssertionError):
             assert_same(serve(pool), large)
-    with serving(
-        tiny_llama, num_blocks=70, host={"num_blocks": 1000}, copy_faults=copy_faults
-    ) as (pool, _):
+    with serving(tiny_llama, num_blocks=70, host={"num_blocks": 1000}, copy_faults=copy_faults) as (
+        pool,
+        _,
+    ):
         assert_same(serve(pool), large)
 
 
