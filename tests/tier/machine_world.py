@@ -80,7 +80,7 @@ class MachineWorld(World):
         """Let the next copy of a rank happen, if there is one."""
         copier = self.kv_of(rank).tier.link.copier
         num_held = 0 if copier is None else len(copier._held)
-        if copier is None or not copier.num_queued and copier.num_running == num_held:
+        if copier is None or not (copier.num_queued or copier.num_running > num_held):
             return
         stile, before = self.stiles[rank], copier.num_finished
         wait_until(lambda: stile.num_waiting)
