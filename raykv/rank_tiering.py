@@ -96,7 +96,7 @@ class RankTiering(KVCacheManager):
             patience_s=max(patience_s),
         )
 
-    def pump_tier(self, driver_id: str | None = None) -> None:
+    def pump_tier(self, driver_id: str | None = None) -> list[Sequence]:
         """Move on what is under way to and from the host; waits for nothing.
 
         What loads have brought counts as computed and can be shared.
@@ -104,17 +104,21 @@ class RankTiering(KVCacheManager):
         Args:
             driver_id: who calls: loads of its sequences are started, then offloads of all; None
                 starts nothing. Others' loads are not, for their drivers may be computing already.
+
+        Returns:
+            Sequences of this driver that wait for a late load, and without the memory to go on
+            without.
         """
         if self.tier is None:
-            return
-        if driver_id is not None:
-            for load in self.tier.late(driver_id):
-                self._leave(load)
+            return []
+        late = [] if driver_id is None else self.tier.late(driver_id)
+        stuck = [one.sequence for one in late if one.sequence is not None and not self._leave(one)]
         self.tier.pump(driver_id)
         self._take_ended()
         if self.tier.link.is_outdated:
             self.reset_prefix_cache()
             self.begin_epoch(self.tier.link.heard_epoch)
+        return stuck
 
     def transfer(self, driver_id: str) -> TransferReport:
         """Start what is queued, and say what ended since the call before; see TransferReport."""
@@ -200,19 +204,25 @@ class RankTiering(KVCacheManager):
             self._num_host_hit += end.num_blocks * self.block_size
             self._publish(sequence, row)
 
-    def _leave(self, load: Load) -> None:
-        """Give the sequence of a late load other blocks: those it has may still be written."""
+    def _leave(self, load: Load) -> bool:
+        """Let the sequence of a late load go on without it, in other blocks where it may write.
+
+        Returns:
+            False if there are none: then it has to wait on, or to give up what it holds.
+        """
         sequence = load.sequence
         assert sequence is not None, "it waits"
-        num_blocks = sequence.kv_state.num_blocks
-        if self.block_manager.num_available_blocks < num_blocks - load.first_block:
-            return  # wait on
         assert self.tier is not None, "it has a load"
+        if load.num_targets > self.block_manager.num_available_blocks:
+            return False
         self.tier.give_up(load)
-        self.shrink(sequence, load.first_block)
-        num_tokens = min(num_blocks * self.block_size, self.config.max_tokens_per_sequence)
-        done = self.allocate_all([sequence], [num_tokens])
-        assert done, "as many as are available could not be had"
+        if load.num_targets:
+            num_blocks = sequence.kv_state.num_blocks
+            self.shrink(sequence, load.first_block)  # the targets stay pinned
+            num_tokens = min(num_blocks * self.block_size, self.config.max_tokens_per_sequence)
+            done = self.allocate_all([sequence], [num_tokens])
+            assert done, "as many as are available could not be had"
+        return True
 
     def _tell_tier(self, new: list[Sequence]) -> None:
         """Sequences were admitted."""

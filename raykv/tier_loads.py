@@ -75,6 +75,12 @@ class Load:
     late_s: float = 0.0
 
     @property
+    def num_targets(self) -> int:
+        """Blocks that its copy may still write."""
+        is_written = self.copy is None or self.copy.is_done
+        return 0 if is_written or self.blocks is None else len(self.blocks)
+
+    @property
     def is_copied(self) -> bool:
         """Whether its copies are over."""
         copies = (self.copy, self.state_copy)

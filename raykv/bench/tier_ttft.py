@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from raykv.hierarchy import HierarchyBlockManagerPool, local_pool
 from raykv.pool import BlockManagerPool
 
 MODEL, BLOCK_SIZE = "smollm2", 16
-DEVICE_ONLY, HOST = "device only", "host memory"
+DEVICE_ONLY, HOST, STORE = "device only", "host memory", "half of it and a disk"
 TARGET_SPEED_UP = 4.0
 _OVERCOMMIT = 4  # blocks of all conversations over blocks of the device
 _WAIT_S = 30.0
@@ -44,7 +45,7 @@ class Sizes:
     num_first_tokens: int = 768
     num_new_tokens: int = 32
     num_answer_tokens: int = 8
-    num_returns: int = 3
+    num_returns: int = 2
 
     @property
     def num_tokens(self) -> int:
@@ -122,13 +123,27 @@ class _Served:
         # What is stored goes on beside the next turn; here it would go on beside another variant's.
         if isinstance(self.pool, HierarchyBlockManagerPool):
             assert self.pool.wait_for_transfers(_WAIT_S), "copies take milliseconds"
+            for tier in self.pool.tiers:
+                assert tier.drain(_WAIT_S).result(), "it is in the store"
         return output
 
 
-def variants(sizes: Sizes) -> dict[str, dict[str, Any]]:
-    """What is compared: settings of a pool by the variant's name, the one to beat first."""
-    num_host_blocks = 1 + 2 * sizes.num_working_blocks
-    return {DEVICE_ONLY: {}, HOST: {"host": {"num_blocks": num_host_blocks}}}
+def variants(sizes: Sizes, folder: str) -> dict[str, dict[str, Any]]:
+    """What is compared: settings of a pool by the variant's name, the one to beat first.
+
+    Args:
+        sizes: how much is served.
+        folder: an empty one, for a store.
+    """
+    num_blocks = sizes.num_working_blocks
+    return {
+        DEVICE_ONLY: {},
+        HOST: {"host": {"num_blocks": 1 + num_blocks}},
+        STORE: {
+            "host": {"num_blocks": 1 + num_blocks // 2},
+            "store": {"type": "disk", "path": folder},
+        },
+    }
 
 
 def measure(sizes: Sizes, model: str) -> Iterator[ReturningTurns]:
@@ -142,9 +157,10 @@ def measure(sizes: Sizes, model: str) -> Iterator[ReturningTurns]:
         ConfigError: the model cannot be had.
     """
     with ExitStack() as stack:
+        folder = stack.enter_context(TemporaryDirectory(prefix="raykv-"))
         served = {
             name: _Served(stack.enter_context(local_pool(_config(sizes, model, settings))))
-            for name, settings in variants(sizes).items()
+            for name, settings in variants(sizes, folder).items()
         }
         prompt_tokens = _play(sizes, list(served.values()))
         base = served[DEVICE_ONLY]

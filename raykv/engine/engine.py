@@ -208,11 +208,14 @@ class Engine:
         start = self._clock()
         self.is_waiting = True
         self.lifecycle.advance()
-        self.kv.pump_tier(ENGINE)
+        for sequence in self.kv.pump_tier(ENGINE):
+            self.scheduler.preempt(sequence)
         deltas, self._ended = self._ended, []
         if self.lifecycle.asleep:
             return deltas
         step = self.scheduler.schedule()
+        if self.kv.tier is not None and self.kv.tier.num_loading:
+            self.kv.pump_tier(ENGINE)  # who was just admitted loads while the others compute
         self.is_waiting = not step
         failed, self.scheduler.failed = self.scheduler.failed, []
         for task, error in dict(failed).items():

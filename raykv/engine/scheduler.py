@@ -164,6 +164,13 @@ class Scheduler:
         for task in self.waiting:
             self._name_version(task)
 
+    def preempt(self, sequence: Sequence) -> None:
+        """Take the memory of a running sequence away; it goes back into the line."""
+        for task in self.running:
+            if task.sequence is sequence:
+                self._preempt(task)
+                return
+
     def preempt_all(self) -> None:
         """Take all memory away; everybody goes back into the line."""
         while self.running:

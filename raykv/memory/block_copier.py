@@ -26,6 +26,8 @@ from raykv.memory.copy_batches import (
 from raykv.memory.host_slab import HostSlab
 from raykv.memory.ids import Ids
 
+_LATE_S = 0.5  # a batch that is made to be late waits no longer for another one
+
 
 class BlockCopier:
     """Copies batches of blocks, one after the other in the order of submission.
@@ -229,7 +231,8 @@ class BlockCopier:
         # A function of its own, so that a thread that waits holds no batch, nor its memory.
         ticket = self._next()
         if ticket is None:
-            return False
+            self._carry_out_held()
+            return not self._is_closed
         fault, error = self._fault_of(ticket.batch)
         if fault == "late":
             with self._changed:
@@ -242,9 +245,11 @@ class BlockCopier:
         return True
 
     def _next(self) -> Ticket | None:
+        """The next batch; None if the copier was closed, or what is late has waited long enough."""
         with self._changed:
-            self._changed.wait_for(lambda: self._queue or self._is_closed)
-            if self._is_closed:
+            limit_s = _LATE_S if self._held else None
+            self._changed.wait_for(lambda: self._queue or self._is_closed, limit_s)
+            if self._is_closed or not self._queue:
                 return None
             self._running = self._queue.popleft()
             return self._running

