@@ -14,7 +14,9 @@ from pydantic import ValidationError
 
 from raykv.cli.settings import DemoOptions, pool_config
 from raykv.config import MemoryConfig, ModelConfig, PoolConfig, RayConfig, RoutingConfig
+from raykv.core import ConcurrentBlockManagerImpl
 from raykv.errors import ConfigError
+from raykv.rank_build import make_block_manager
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 SHAPE = {"num_layers": 2, "num_kv_heads": 1, "head_dim": 4}
@@ -249,6 +251,43 @@ def test_sections_of_later_versions_are_refused(key, value):
     assert message.startswith(f"{key}: ")
     assert f"not part of this version, got {value!r}; leave it out" in message
     assert getattr(PoolConfig(num_blocks=8, **{key: None}), key) is None
+
+
+MEMORY = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 2}
+HOST = {"num_blocks": 9}
+
+
+@pytest.mark.parametrize(
+    ("settings", "parts"),
+    [
+        ({"host": HOST}, ["neither memory nor model", "leave host out"]),
+        ({"host": HOST, "memory": MEMORY, "enable_prefix_cache": False}, ["enable_prefix_cache"]),
+        ({"host": {"num_blocks": 1}, "memory": MEMORY}, ["host.num_blocks", "1"]),
+        ({"host": {**HOST, "eviction": "fifo"}, "memory": MEMORY}, ["host.eviction", "'fifo'"]),
+        ({"host": {**HOST, "scope": "rack"}, "memory": MEMORY}, ["host.scope", "'rack'"]),
+        ({"host": {**HOST, "checksum_rate": 2}, "memory": MEMORY}, ["host.checksum_rate", "2"]),
+        ({"store": {"type": "disk", "path": "x"}, "memory": MEMORY}, ["host", "host.num_blocks"]),
+        ({"host": HOST, "store": {"type": "disk"}, "memory": MEMORY}, ["store", "path"]),
+        ({"host": HOST, "store": {"type": "redis", "path": "x"}, "memory": MEMORY}, ["url"]),
+        (
+            {
+                "host": HOST, "memory": MEMORY, "store": {"type": "disk", "path": "x"},
+                "max_num_seqs": 1, "linear_state": {"num_slots": 4, "stride_tokens": 16},
+            },
+            ["linear_state", "leave store out"],
+        ),
+    ],
+)  # fmt: skip
+def test_host_memory_that_cannot_work_is_refused(settings, parts):
+    message = refusal(**settings)
+    assert all(part in message for part in parts), message
+
+
+def test_a_store_makes_managers_thread_safe():
+    config = PoolConfig(num_blocks=8, memory=MEMORY, host=HOST, store={"type": "disk", "path": "x"})
+    assert isinstance(make_block_manager(config), ConcurrentBlockManagerImpl)
+    without = config.model_copy(update={"store": None})
+    assert not isinstance(make_block_manager(without), ConcurrentBlockManagerImpl)
 
 
 @pytest.mark.parametrize("make", [RoutingConfig, MemoryConfig, ModelConfig, RayConfig])
