@@ -2,17 +2,48 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
 import tempfile
+import time
 
 import pytest
 
 from raykv import BlockManagerPool, PoolConfig
+from raykv.errors import RankUnavailableError
+from raykv.hierarchy import HierarchyBlockManagerPool
 from raykv.testing import loopback_pool
 
-KINDS = ["local", "loopback", "ray"]
+KINDS = [
+    "local", "loopback", "ray", "hierarchy", "loopback-hierarchy",
+    pytest.param("ray-hierarchy", marks=pytest.mark.nightly),
+]  # fmt: skip
+MEMORY = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 1, "device": "cpu"}
 SETTINGS = {"num_blocks": 10, "block_size": 4, "num_single_blocks": 9}
+
+
+def transfer_after_release(pool):
+    """What a scheduler does between its steps, here until nothing is pinned any more."""
+    release = pool._release
+
+    def release_and_transfer(*args, **kwargs):
+        try:
+            release(*args, **kwargs)
+        finally:
+            with contextlib.suppress(RankUnavailableError):  # the pool was closed
+                while not pool.transfer_blocks().is_idle:
+                    time.sleep(0.0005)
+
+    pool._release = release_and_transfer
+
+
+MAKERS = {
+    "local": BlockManagerPool.local,
+    "loopback": loopback_pool,
+    "hierarchy": HierarchyBlockManagerPool.local,
+    "loopback-hierarchy": loopback_pool,
+}
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +69,7 @@ def _ray():
 
 @pytest.fixture(params=KINDS)
 def kind(request):
-    if request.param == "ray":
+    if request.param.startswith("ray"):
         request.getfixturevalue("_ray")
     return request.param
 
@@ -49,13 +80,19 @@ def make_pool(kind):
     made = []
 
     def make(**settings):
+        if "hierarchy" in kind:
+            if not settings.get("enable_prefix_cache", True):
+                pytest.skip("without a cache there is no host tier")
+            settings = {"memory": MEMORY, "host": {"num_blocks": 65}} | settings
         config = PoolConfig(**SETTINGS | settings)
-        if kind == "ray":
+        if kind.startswith("ray"):
             from raykv.actors import launch  # noqa: PLC0415 - for Ray's variants only
 
             pool = launch(config)
         else:
-            pool = {"local": BlockManagerPool.local, "loopback": loopback_pool}[kind](config)
+            pool = MAKERS[kind](config)
+        if "hierarchy" in kind:
+            transfer_after_release(pool)
         made.append(pool)
         return pool
 

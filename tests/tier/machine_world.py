@@ -80,7 +80,7 @@ class MachineWorld(World):
         """Let the next copy of a rank happen, if there is one."""
         copier = self.kv_of(rank).tier.link.copier
         num_held = 0 if copier is None else len(copier._held)
-        if copier is None or (not copier.num_queued and copier.num_running == num_held):
+        if copier is None or not (copier.num_queued or copier.num_running > num_held):
             return
         stile, before = self.stiles[rank], copier.num_finished
         wait_until(lambda: stile.num_waiting)
@@ -160,4 +160,15 @@ class MachineWorld(World):
     def drain(self):
         self.tier.faults = None
         self.open()
+        for rank in range(self.config.dp_size):
+            self._flush(rank)
         super().drain()
+
+    def _flush(self, rank):
+        """What was made to be late waits for another copy."""
+        kv = self.kv_of(rank)
+        copier = kv.tier.link.copier
+        if copier is not None:
+            nothing = np.empty(0, np.int64)
+            memory, generations = kv.buffers.storage, np.empty(0, np.uint64)
+            copier.submit("load", memory, nothing, nothing, generations=generations)

@@ -204,10 +204,10 @@ class HierarchyMachine(RuleBasedStateMachine):
 
     def _expire(self, _):
         """The tier has heard of no rank for long."""
-        host = self.world.tier.host
-        if self.world.books is not None and not self.world.tier.is_dead:
-            with host._lock:
-                host._books.expire(float("inf"))
+        books, tier = self.world.books, self.world.tier
+        if books is not None and not tier.is_dead:
+            with tier.host._lock:
+                books.expire(float("inf"))
 
     def _lose(self, number):
         """The driver and a rank have not heard of each other for long."""
