@@ -258,10 +258,9 @@ class Loads:
 
     def late(self, driver_id: str) -> list[Load]:
         """A driver's loads that take too long: their sequences should compute elsewhere."""
-        now, copying = self._clock(), Stage.COPYING
-        return [
-            one for one in self._of_driver(driver_id) if one.stage is copying and now > one.late_s
-        ]
+        now = self._clock()
+        copying = [one for one in self._of_driver(driver_id) if one.stage is Stage.COPYING]
+        return [one for one in copying if now > one.late_s and not one.is_copied]
 
     def give_up(self, load: Load) -> None:
         """A late load's sequence waits no more; the copy writes to blocks that it has left."""

@@ -160,15 +160,4 @@ class MachineWorld(World):
     def drain(self):
         self.tier.faults = None
         self.open()
-        for rank in range(self.config.dp_size):
-            self._flush(rank)
         super().drain()
-
-    def _flush(self, rank):
-        """What was made to be late waits for another copy."""
-        kv = self.kv_of(rank)
-        copier = kv.tier.link.copier
-        if copier is not None:
-            nothing = np.empty(0, np.int64)
-            memory, generations = kv.buffers.storage, np.empty(0, np.uint64)
-            copier.submit("load", memory, nothing, nothing, generations=generations)

@@ -184,7 +184,12 @@ class World:
 
     def rejoin(self):
         """Until rank 0 uses its tier again."""
-        wait_until(lambda: (self.kv_of().pump_tier(), self.link.is_up)[1])
+
+        def is_back():
+            self.kv_of().pump_tier()
+            return self.link.is_up
+
+        wait_until(is_back)
 
     def _is_idle(self, rank):
         kv = self.kv_of(rank)
