@@ -7,10 +7,10 @@ import time
 import pytest
 
 from raykv.errors import IntegrityError
-from raykv.prefetches import _Fetch, _key
+from raykv.host.prefetches import _Fetch, _key
+from raykv.host.store_source import StoreSource
 from raykv.store import GuardedStore
 from raykv.store.redis_store import RedisStore
-from raykv.store_source import StoreSource
 
 from .sources import KEYS, Clock, PatternSource, fill
 from .tier_world import Tier, prompt_of, until

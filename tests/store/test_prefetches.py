@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from raykv.core import Namespace
+from raykv.host.store_source import StoreSource
 from raykv.memory.checksums import NO_CHECKSUM
-from raykv.store_source import StoreSource
 
 from .sources import KEYS, Clock, PatternSource, fill
 from .tier_world import Tier, content_of, prompt_of, tokens_of, until
@@ -181,7 +181,7 @@ def test_what_waits_in_line_can_be_given_up(tier, begin):
 
 
 def test_a_full_line_turns_away(tier, begin, monkeypatch):
-    monkeypatch.setattr("raykv.prefetches._MAX_UNDER_WAY", 3)
+    monkeypatch.setattr("raykv.host.prefetches._MAX_UNDER_WAY", 3)
     source = PatternSource(1)
     source.is_open.clear()
     prefetches = begin(source)
@@ -233,7 +233,7 @@ def test_what_was_evicted_since_is_asked_for_again(tier, begin):
 
 
 def test_what_is_remembered_is_bounded(tier, begin, monkeypatch):
-    monkeypatch.setattr("raykv.prefetches._MAX_KNOWN", 5)
+    monkeypatch.setattr("raykv.host.prefetches._MAX_KNOWN", 5)
     prefetches = begin(PatternSource(0))
     for mark in range(9):
         prefetches.start(prompt_of(mark))

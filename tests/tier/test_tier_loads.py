@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raykv.tier_loads import Stage
+from raykv.tiering.loads import Stage
 
 from .copy_gates import Gate
 from .tier_world import WAIT_S, Clock, wait_until
