@@ -151,4 +151,4 @@ def test_the_audit_notices(tier, begin):
 
 def _fetch_of(prefetches, *marks):
     prompt = prompt_of(*marks)
-    return _Fetch(prompt, _key(prompt), len(marks))
+    return _Fetch(prompt, _key(prompt), 0, len(marks))

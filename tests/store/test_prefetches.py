@@ -88,6 +88,33 @@ def test_checksums_are_as_readers_expect_them(loop, tier, disk, begin):
     assert tier.slab.checksums[row] == tier.books.blocks.checksums[row] == NO_CHECKSUM
 
 
+# -- resets ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("waits_in", ["count", "read"])
+def test_what_is_under_way_at_a_reset_is_never_found(tier, begin, waits_in):
+    source = PatternSource(4)
+    if waits_in == "count":
+        source.is_counting = False
+    else:
+        source.is_open.clear()
+        source.num_free = 2
+    prefetches = begin(source)
+    prefetches.start(prompt_of(*range(4)))
+    until(lambda: source.asked)
+    with tier.lock:
+        tier.books.reset()
+        prefetches.reset()
+    source.is_counting = True
+    source.is_open.set()
+    until(lambda: not prefetches.stats()["under_way"])
+    assert tier.num_ready(*range(4)) == 0
+    # What begins now is of after it.
+    assert prefetches.start(prompt_of(*range(4)))
+    assert prefetches.wait(prompt_of(*range(4)), 10)
+    assert tier.num_right(*range(4)) == 4
+
+
 # -- sharing ---------------------------------------------------------------------------------------
 
 
