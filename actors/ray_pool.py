@@ -92,7 +92,7 @@ class RayHierarchyPool(RayPool, HierarchyBlockManagerPool):
             others = {name: actor for name, actor in actors.items() if name != str(index)}
             tier.call("set_peers", others)
 
-    def tier_of(self, rank: RankHandle) -> TierHandle:
+    def find_tier(self, rank: RankHandle) -> TierHandle:
         """See HierarchyBlockManagerPool; Ray may have restarted the rank on another node."""
         assert isinstance(rank, RayRank), "the pool is one over Ray"
         node_id = rank.find_node()

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from ray.util import get_node_ip_address
 
 from raykv.actors.errors import translate
+from raykv.actors.groups import in_group
 from raykv.actors.wire import pack, split, unpack
 from raykv.config import PoolConfig
 from raykv.core.namespace import Namespace
@@ -23,7 +24,8 @@ from raykv.host.tickets import LoadResult, LoadTicket, Want
 from raykv.host.tier_host import TierHost
 from raykv.host.transport import ObjectStoreTransport, RowRequest
 
-_MAX_CONCURRENCY = 8  # calls are short, but for those that wait for a store
+_MAX_CONCURRENCY = 4
+_NUM_WAITING = 16  # calls that wait for a store hold a thread each, which none of the others needs
 
 
 class TierActor:
@@ -66,12 +68,14 @@ class TierActor:
         """See TierHost."""
         return self._host.prefetch(tokens, namespace)
 
+    @in_group("wait")
     def wait_prefetch(
         self, tokens: NDArray[np.int32], namespace: Namespace, timeout_s: float
     ) -> bool:
         """See TierHost."""
         return self._host.wait_prefetch(tokens, namespace, timeout_s)
 
+    @in_group("wait")
     def drain(self, timeout_s: float) -> bool:
         """See TierHost."""
         return self._host.drain(timeout_s)
@@ -190,4 +194,9 @@ class RayTier(TierHandle):
 
 def tier_class(**options: Any) -> Any:
     """TierActor as an actor class of Ray's, with these options."""
-    return ray.remote(max_concurrency=_MAX_CONCURRENCY, max_task_retries=0, **options)(TierActor)
+    return ray.remote(
+        max_concurrency=_MAX_CONCURRENCY,
+        concurrency_groups={"wait": _NUM_WAITING},
+        max_task_retries=0,
+        **options,
+    )(TierActor)

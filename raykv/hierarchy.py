@@ -97,11 +97,15 @@ class HierarchyBlockManagerPool(BlockManagerPool):
 
     def connect_ranks(self) -> None:
         """Let all ranks join their tiers, side by side."""
-        results([rank.connect_tier(self.tier_of(rank)) for rank in self.ranks])
+        results([rank.connect_tier(self.find_tier(rank)) for rank in self.ranks])
 
     def tier_of(self, rank: RankHandle) -> TierHandle:
-        """The host tier that a rank uses."""
+        """The host tier that a rank uses, as far as is known here."""
         return self.tiers[self._tier_of[rank.dp_rank]]
+
+    def find_tier(self, rank: RankHandle) -> TierHandle:
+        """The host tier for a rank that is to join one, wherever it is by now."""
+        return self.tier_of(rank)
 
     # -- transfers ------------------------------------------------------------------------------
 
@@ -147,8 +151,7 @@ class HierarchyBlockManagerPool(BlockManagerPool):
             tier = self.tier_of(self.ranks[self.select_rank(sequence)])
             self._prefetching[sequence] = tier
             begun.append(tier.prefetch(sequence.token_ids, sequence.namespace))
-        for future in begun:
-            future.result()
+        self._answers(begun)
 
     def update_prefetch_result(self, request: Sequences, timeout_s: float) -> bool:
         """Wait for what ``prefetch_from_storage`` began, then give up what has not arrived.
@@ -162,13 +165,14 @@ class HierarchyBlockManagerPool(BlockManagerPool):
         Returns:
             Whether all that the store said it has is on the host.
         """
-        waiting = []
+        deadline, waiting = time.monotonic() + timeout_s, []
         for sequence in flatten(request):
             tier = self._prefetching.pop(sequence, None)
             if tier is not None:
                 tokens, namespace = sequence.token_ids, sequence.namespace
-                waiting.append(tier.wait_prefetch(tokens, namespace, timeout_s))
-        answers = [future.result() for future in waiting]
+                left_s = max(0.0, deadline - time.monotonic())
+                waiting.append(tier.wait_prefetch(tokens, namespace, left_s))
+        answers: list[bool] = self._answers(waiting, timeout_s)
         return all(answers)
 
     # -- counters -------------------------------------------------------------------------------
@@ -185,8 +189,8 @@ class HierarchyBlockManagerPool(BlockManagerPool):
         """Counters of the host tiers."""
         return self._answers([tier.stats() for tier in self.tiers])
 
-    def _answers(self, futures: list[Future[T]]) -> list[T]:
-        limit_s = self.config.ray.call_timeout_s
+    def _answers(self, futures: list[Future[T]], wait_s: float = 0.0) -> list[T]:
+        limit_s = self.config.ray.call_timeout_s + wait_s
         try:
             return [future.result(limit_s) for future in futures]
         except TimeoutError:
@@ -249,7 +253,7 @@ class HierarchyBlockManagerPool(BlockManagerPool):
     def bring_up_to_date(self, rank: RankHandle) -> None:
         """See VersionedRanks; a rank that is back joins its host tier again."""
         super().bring_up_to_date(rank)
-        rank.connect_tier(self.tier_of(rank)).result()
+        rank.connect_tier(self.find_tier(rank)).result()
 
     def check_integrity(self) -> None:
         """See KVCacheManager."""
