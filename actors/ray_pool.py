@@ -11,9 +11,9 @@ from raykv.actors.ray_rank import RayRank
 from raykv.actors.tier_actor import RayTier
 from raykv.config import PoolConfig
 from raykv.hierarchy import HierarchyBlockManagerPool
+from raykv.host.handle import TierHandle
 from raykv.pool import BlockManagerPool
 from raykv.rank_handle import RankHandle
-from raykv.tier_handle import TierHandle
 
 _LEAVE_S = 2.0
 

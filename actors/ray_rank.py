@@ -17,10 +17,10 @@ from raykv.actors.tier_actor import RayTier
 from raykv.actors.wire import pack, split, unpack
 from raykv.config import RayConfig
 from raykv.errors import RankUnavailableError
+from raykv.host.handle import TierHandle
 from raykv.messages import Answer, Call, Health, Outputs, RankInfo
 from raykv.rank_handle import Reply
 from raykv.remote_rank import RemoteRank, ReplyLostError
-from raykv.tier_handle import TierHandle
 
 _PATIENCE = 4
 _SLICE_S = 0.1  # how soon whoever waits hears that the rank was lost

@@ -15,13 +15,13 @@ from raykv.actors.wire import pack, split, unpack
 from raykv.config import PoolConfig
 from raykv.core.namespace import Namespace
 from raykv.errors import RankUnavailableError
-from raykv.host_state_stats import HostStatesStats
-from raykv.host_stats import HostTierStats
-from raykv.host_tickets import LoadResult, LoadTicket, Want
-from raykv.tier_handle import TierHandle
-from raykv.tier_host import TierHost
-from raykv.tier_messages import BlockKind, TierInfo
-from raykv.transport import ObjectStoreTransport, RowRequest
+from raykv.host.handle import TierHandle
+from raykv.host.messages import BlockKind, TierInfo
+from raykv.host.state_stats import HostStatesStats
+from raykv.host.stats import HostTierStats
+from raykv.host.tickets import LoadResult, LoadTicket, Want
+from raykv.host.tier_host import TierHost
+from raykv.host.transport import ObjectStoreTransport, RowRequest
 
 _MAX_CONCURRENCY = 8  # calls are short, but for those that wait for a store
 

@@ -14,7 +14,7 @@ from raykv.actors.ray_rank import RayRank
 from raykv.actors.tier_actor import RayTier, tier_class
 from raykv.config import PoolConfig
 from raykv.errors import ConfigError, RankUnavailableError
-from raykv.tier_handle import TierHandle
+from raykv.host.handle import TierHandle
 
 _READY_S = 60.0
 

@@ -15,12 +15,12 @@ from raykv.config import PoolConfig
 from raykv.core.kv_cache_manager import Sequences, flatten
 from raykv.core.sequence import Sequence
 from raykv.errors import ConfigError, RankUnavailableError, RaykvError
-from raykv.host_state_stats import HostStatesStats
-from raykv.host_stats import HostTierStats
+from raykv.host.handle import LocalTier, TierHandle
+from raykv.host.state_stats import HostStatesStats
+from raykv.host.stats import HostTierStats
+from raykv.host.tier_host import TierHost
 from raykv.pool import BlockManagerPool
 from raykv.rank_handle import RankHandle, results
-from raykv.tier_handle import LocalTier, TierHandle
-from raykv.tier_host import TierHost
 from raykv.transfer_report import TransferReport
 
 T = TypeVar("T")

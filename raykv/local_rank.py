@@ -15,10 +15,10 @@ from raykv.engine.params import GenerationRequest, TokenDelta
 from raykv.engine.weights import SleepTag, UpdateMode, Weights, WeightsStatus
 from raykv.engine.worker import RankWorker
 from raykv.errors import NotSupportedError, RankUnavailableError
+from raykv.host.handle import TierHandle
 from raykv.rank import RankKV
 from raykv.rank_handle import Done, Failed, RankHandle, Reply
 from raykv.rank_service import undo
-from raykv.tier_handle import TierHandle
 from raykv.transfer_report import TransferReport
 
 T = TypeVar("T")

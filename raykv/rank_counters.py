@@ -9,7 +9,7 @@ from raykv.core.kv_cache_manager import KVCacheManager, PoolStats, RankStats, Ro
 from raykv.core.single import SingleBlockManager
 from raykv.memory.state_buffers import StateBuffers
 from raykv.rank_states import RankStates
-from raykv.rank_tier import RankTier
+from raykv.tiering.rank_tier import RankTier
 
 
 class RankCounters(KVCacheManager):

@@ -13,7 +13,7 @@ from raykv.core.kv_cache_manager import RankStats, Room
 from raykv.core.sequence import Sequence
 from raykv.engine.params import EngineLimits, GenerationRequest, TokenDelta
 from raykv.engine.weights import SleepTag, UpdateMode, Weights, WeightsStatus
-from raykv.tier_handle import TierHandle
+from raykv.host.handle import TierHandle
 from raykv.transfer_report import TransferReport
 
 T = TypeVar("T")

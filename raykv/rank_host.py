@@ -13,10 +13,10 @@ from raykv.config import PoolConfig
 from raykv.engine.build import build_rank
 from raykv.engine.worker import RankWorker
 from raykv.errors import NotSupportedError, RankUnavailableError
+from raykv.host.handle import TierHandle
 from raykv.leases import session_name
 from raykv.messages import Answer, Call, Health, Outputs, RankInfo
 from raykv.rank_service import RankService
-from raykv.tier_handle import TierHandle
 
 T = TypeVar("T")
 

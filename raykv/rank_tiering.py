@@ -14,15 +14,15 @@ from raykv.core.kv_cache_manager import KVCacheManager
 from raykv.core.rows import Rows
 from raykv.core.sequence import Sequence
 from raykv.errors import ConfigError
+from raykv.host.handle import TierHandle
+from raykv.host.messages import BlockKind
 from raykv.memory.buffers import KVBuffers
 from raykv.rank_states import RankStates
-from raykv.rank_tier import RankTier
-from raykv.state_tiers import StateTiers
 from raykv.store import layout_name
-from raykv.tier_handle import TierHandle
-from raykv.tier_link import TierLink
-from raykv.tier_loads import Load, LoadEnd
-from raykv.tier_messages import BlockKind
+from raykv.tiering.link import TierLink
+from raykv.tiering.loads import Load, LoadEnd
+from raykv.tiering.rank_tier import RankTier
+from raykv.tiering.state_tiers import StateTiers
 from raykv.transfer_report import TransferReport
 
 ENGINE = "engine"  # whose sequences are the engine's; drivers have other names

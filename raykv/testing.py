@@ -14,13 +14,13 @@ from typing import Protocol, TypeVar
 from raykv.config import PoolConfig
 from raykv.errors import RankUnavailableError, RaykvError
 from raykv.hierarchy import HierarchyBlockManagerPool
+from raykv.host.handle import LocalTier, TierHandle
+from raykv.host.tier_host import TierHost
 from raykv.messages import Answer, Call, Health, Outputs, RankInfo
 from raykv.pool import BlockManagerPool
 from raykv.rank_handle import Done, Failed, RankHandle, Reply
 from raykv.rank_host import RankHost
 from raykv.remote_rank import RemoteRank, ReplyLostError
-from raykv.tier_handle import LocalTier, TierHandle
-from raykv.tier_host import TierHost
 
 T = TypeVar("T")
 

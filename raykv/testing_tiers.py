@@ -13,9 +13,9 @@ from typing import Any
 
 from raykv.config import PoolConfig
 from raykv.errors import RankUnavailableError
+from raykv.host.handle import TierHandle, done
+from raykv.host.tier_host import TierHost
 from raykv.memory.copy_batches import CopyBatch, Fault
-from raykv.tier_handle import TierHandle, done
-from raykv.tier_host import TierHost
 
 _LOSSY = frozenset({"join", "renew", "exchange", "unmapped"})  # what ranks say
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from raykv.core import DEFAULT
-from raykv.host_tickets import LoadResult, Offer, StoreResult, StoreTicket, Want
-from raykv.host_tier import HostTier
+from raykv.host.host_tier import HostTier
+from raykv.host.tickets import LoadResult, Offer, StoreResult, StoreTicket, Want
 
 from .timing import Row, measure
 

@@ -21,13 +21,13 @@ import numpy as np
 from raykv.config import PoolConfig
 from raykv.core import Sequence
 from raykv.hierarchy import HierarchyBlockManagerPool
+from raykv.host.handle import LocalTier
+from raykv.host.tier_host import TierHost
 from raykv.messages import Answer, Call
 from raykv.rank import RankKV
 from raykv.rank_handle import Reply
 from raykv.remote_rank import RemoteRank
 from raykv.testing import loopback_pool
-from raykv.tier_handle import LocalTier
-from raykv.tier_host import TierHost
 
 from .timing import Row, measure
 

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from raykv.core.kv_cache_manager import RankStats
 from raykv.engine.params import GenerationRequest, SamplingParams, TokenDelta, TokenOutput
 from raykv.hierarchy import HierarchyBlockManagerPool
-from raykv.host_state_stats import HostStatesStats
-from raykv.host_stats import HostTierStats
+from raykv.host.state_stats import HostStatesStats
+from raykv.host.stats import HostTierStats
 from raykv.pool import BlockManagerPool
 
 from .console import Update

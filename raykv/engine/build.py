@@ -8,9 +8,9 @@ from typing import Any
 
 from raykv.config import ModelConfig, PoolConfig
 from raykv.errors import ConfigError
+from raykv.host.store_build import weights_name
 from raykv.memory.xp import resolve_device
 from raykv.rank import RankKV
-from raykv.store_build import weights_name
 
 from .engine import Engine
 

@@ -208,14 +208,13 @@ class Engine:
         start = self._clock()
         self.is_waiting = True
         self.lifecycle.advance()
-        for sequence in self.kv.pump_tier(ENGINE):
-            self.scheduler.preempt(sequence)
+        self._pump_tier()
         deltas, self._ended = self._ended, []
         if self.lifecycle.asleep:
             return deltas
         step = self.scheduler.schedule()
         if self.kv.tier is not None and self.kv.tier.num_loading:
-            self.kv.pump_tier(ENGINE)  # who was just admitted loads while the others compute
+            self._pump_tier()  # who was just admitted loads while the others compute
         self.is_waiting = not step
         failed, self.scheduler.failed = self.scheduler.failed, []
         for task, error in dict(failed).items():
@@ -248,6 +247,10 @@ class Engine:
             version = task.sequence.namespace.weights_version
             if version != self.kv.weights_version and not self.kv.is_outdated(task.sequence):
                 raise IntegrityError(f"{task.sequence!r} would publish under version {version}")
+
+    def _pump_tier(self) -> None:
+        for sequence in self.kv.pump_tier(ENGINE):
+            self.scheduler.preempt(sequence)
 
     def _compute(self, step: list[tuple[Task, int]], start: float) -> list[tuple[str, TokenDelta]]:
         """Run the model over a step that began at ``start``, and take what it produced."""

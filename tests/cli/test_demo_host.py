@@ -12,7 +12,7 @@ from raykv.cli.main import run as run_command
 from raykv.cli.settings import DemoOptions, pool_config, without_cache
 from raykv.errors import ConfigError
 from raykv.hierarchy import HierarchyBlockManagerPool, local_pool
-from raykv.host_stats import HostTierStats
+from raykv.host.stats import HostTierStats
 from raykv.pool import BlockManagerPool
 
 from .pair_tokenizer import PairTokenizer

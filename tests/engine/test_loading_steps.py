@@ -10,8 +10,8 @@ import pytest
 from raykv.config import PoolConfig
 from raykv.engine.build import build_rank
 from raykv.engine.params import GenerationRequest, SamplingParams
-from raykv.tier_handle import LocalTier
-from raykv.tier_host import TierHost
+from raykv.host.handle import LocalTier
+from raykv.host.tier_host import TierHost
 
 PROMPT = np.arange(3, 83, dtype=np.int32)
 WAIT_S = 30.0

@@ -13,12 +13,12 @@ import pytest
 
 from raykv.core import Namespace, Sequence
 from raykv.engine import random_models
-from raykv.host_state_tickets import StateOffer
-from raykv.host_states import HostStates
-from raykv.host_tickets import LoadOutcome
+from raykv.host.host_states import HostStates
+from raykv.host.state_tickets import StateOffer
+from raykv.host.tickets import LoadOutcome
 from raykv.memory.block_copier import BlockCopier
 from raykv.memory.host_slab import HostSlab
-from raykv.state_tiers import StateTiers
+from raykv.tiering.state_tiers import StateTiers
 
 from .test_hybrid_engine import BLOCK, CLEAR, ROUNDING, Serving, draw
 

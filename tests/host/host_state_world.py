@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from raykv.core import Namespace
-from raykv.host_state_tickets import StateLoad, StateOffer, StateTicket
-from raykv.host_states import HostStates
-from raykv.host_tickets import LoadOutcome
+from raykv.host.host_states import HostStates
+from raykv.host.state_tickets import StateLoad, StateOffer, StateTicket
+from raykv.host.tickets import LoadOutcome
 
 from .host_world import GARBAGE, checksum
 

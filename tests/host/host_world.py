@@ -12,7 +12,8 @@ from zlib import crc32
 import numpy as np
 
 from raykv.core import Namespace
-from raykv.host_tickets import (
+from raykv.host.host_tier import HostTier
+from raykv.host.tickets import (
     NO_TICKET,
     LoadOutcome,
     LoadResult,
@@ -22,7 +23,6 @@ from raykv.host_tickets import (
     StoreTicket,
     Want,
 )
-from raykv.host_tier import HostTier
 
 LEASE_S = 10.0
 GARBAGE = "garbage"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from raykv.errors import RankUnavailableError, RequestError
-from raykv.host_tickets import NO_TICKET, LoadOutcome, StoreResult
+from raykv.host.tickets import NO_TICKET, LoadOutcome, StoreResult
 
 from .host_world import LEASE_S, num_found, prompt, run_of
 

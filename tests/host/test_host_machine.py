@@ -17,7 +17,7 @@ from hypothesis.stateful import (
 )
 
 from raykv.core import Namespace
-from raykv.host_tickets import LoadOutcome
+from raykv.host.tickets import LoadOutcome
 
 from .host_world import LEASE_S, World
 

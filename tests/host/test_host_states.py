@@ -7,9 +7,9 @@ import pytest
 
 from raykv.core import Namespace
 from raykv.errors import ConfigError
-from raykv.host_state_tickets import StateOffer
-from raykv.host_states import HostStates
-from raykv.host_tickets import LoadOutcome
+from raykv.host.host_states import HostStates
+from raykv.host.state_tickets import StateOffer
+from raykv.host.tickets import LoadOutcome
 
 from .host_state_world import SPACE, StatesWorld
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from raykv.core import Namespace
-from raykv.host_tickets import LoadOutcome
+from raykv.host.tickets import LoadOutcome
 
 from .host_state_world import StatesWorld
 

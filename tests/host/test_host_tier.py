@@ -7,8 +7,8 @@ import pytest
 
 from raykv.core import Namespace
 from raykv.errors import ConfigError, IntegrityError
-from raykv.host_tickets import NO_TICKET, LoadOutcome, LoadResult, Offer, StoreResult, Want
-from raykv.host_tier import HostTier
+from raykv.host.host_tier import HostTier
+from raykv.host.tickets import NO_TICKET, LoadOutcome, LoadResult, Offer, StoreResult, Want
 
 from .host_world import World, num_found, prompt, run_of
 

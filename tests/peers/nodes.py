@@ -10,14 +10,14 @@ from zlib import crc32
 
 import numpy as np
 
-from raykv.block_source import Prompt
 from raykv.core import Namespace
-from raykv.host_tickets import LoadOutcome, Offer, StoreResult
-from raykv.host_tier import HostTier
+from raykv.host.block_source import Prompt
+from raykv.host.host_tier import HostTier
+from raykv.host.peer_source import PeerSource
+from raykv.host.tickets import LoadOutcome, Offer, StoreResult
+from raykv.host.transport import TcpServer, TcpTransport
 from raykv.memory.checksums import block_checksums
 from raykv.memory.host_slab import HostSlab
-from raykv.peer_source import PeerSource
-from raykv.transport import TcpServer, TcpTransport
 
 SECRET = b"a secret of twenty bytes"
 BLOCK_SIZE, BLOCK_BYTES, NUM_BLOCKS = 4, 5000, 33

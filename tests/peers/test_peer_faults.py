@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from raykv.host_tickets import LoadTicket
+from raykv.host.tickets import LoadTicket
 
 from .nodes import Target, prompt, run, until
 

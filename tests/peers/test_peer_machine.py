@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raykv.peer_source import PeerSource
-from raykv.transport import ObjectStoreTransport, TcpTransport, take_rows
+from raykv.host.peer_source import PeerSource
+from raykv.host.transport import ObjectStoreTransport, TcpTransport, take_rows
 
 from .nodes import BLOCK_BYTES, BLOCK_SIZE, NUM_BLOCKS, SECRET, Node, num_right, prompt
 

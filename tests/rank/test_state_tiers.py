@@ -7,7 +7,7 @@ import gc
 import pytest
 
 from raykv.core import Namespace, Sequence
-from raykv.state_tiers import StateTiers
+from raykv.tiering.state_tiers import StateTiers
 
 from .state_world import (
     SIZE,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
 from raykv.core import Sequence
-from raykv.state_tiers import CheckpointPin, StateLoadTarget, StateTiers
+from raykv.tiering.state_tiers import CheckpointPin, StateLoadTarget, StateTiers
 
 from .state_world import cells
 from .test_states_machine import StatesMachine, drivers, index, prompts, spaces

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from raykv.prefetches import Prefetches
+from raykv.host.prefetches import Prefetches
 from raykv.store import DiskStore, GuardedStore
 from raykv.store.redis_store import RedisStore
 from raykv.testing_stores import FaultyStore, StoreFaults

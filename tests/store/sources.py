@@ -43,12 +43,15 @@ class PatternSource:
         self.is_open = threading.Event()
         self.is_open.set()
         self.num_free = 0  # blocks that are given at once even where it is closed
+        self.is_counting = True
         self.error = None
 
     async def count(self, prompt, first_block):
         self.asked.append(first_block)
         if self.error is not None:
             raise self.error
+        while not self.is_counting:  # noqa: ASYNC110 - another thread says so
+            await asyncio.sleep(0.005)
         has = [at not in self.gap for at in range(first_block, self.num_blocks)]
         return has.index(False) if False in has else len(has)
 

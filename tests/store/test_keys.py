@@ -140,6 +140,18 @@ def test_fingerprints_tell_layouts_and_weights_apart():
     assert model_fingerprint(again, b"a").hex() == FINGERPRINT
 
 
+def test_renewed_keys_are_others_for_good():
+    keys, same = KVKeys(b"m", 4), KVKeys(b"m", 4)
+    before = keys.keys(range(8))
+    keys.renew()
+    renewed = keys.keys(range(8))
+    assert not set(renewed) & set(before)
+    assert keys.keys(range(8)) == renewed
+    keys.renew()
+    assert not set(keys.keys(range(8))) & {*before, *renewed}
+    assert same.keys(range(8)) == before
+
+
 @pytest.mark.parametrize("arguments", [(b"", 4), ("model", 4), (b"model", 0), (b"model", 1.5)])
 def test_what_names_no_model_is_refused(arguments):
     with pytest.raises(ConfigError):

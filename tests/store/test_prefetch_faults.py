@@ -7,10 +7,10 @@ import time
 import pytest
 
 from raykv.errors import IntegrityError
-from raykv.prefetches import _Fetch, _key
+from raykv.host.prefetches import _Fetch, _key
+from raykv.host.store_source import StoreSource
 from raykv.store import GuardedStore
 from raykv.store.redis_store import RedisStore
-from raykv.store_source import StoreSource
 
 from .sources import KEYS, Clock, PatternSource, fill
 from .tier_world import Tier, prompt_of, until
@@ -151,4 +151,4 @@ def test_the_audit_notices(tier, begin):
 
 def _fetch_of(prefetches, *marks):
     prompt = prompt_of(*marks)
-    return _Fetch(prompt, _key(prompt), len(marks))
+    return _Fetch(prompt, _key(prompt), 0, len(marks))

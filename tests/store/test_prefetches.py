@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from raykv.core import Namespace
+from raykv.host.store_source import StoreSource
 from raykv.memory.checksums import NO_CHECKSUM
-from raykv.store_source import StoreSource
 
 from .sources import KEYS, Clock, PatternSource, fill
 from .tier_world import Tier, content_of, prompt_of, tokens_of, until
@@ -86,6 +86,33 @@ def test_checksums_are_as_readers_expect_them(loop, tier, disk, begin):
     assert prefetches.wait(prompt_of(1, 2), 10)
     row = tier.row_of(1, 2)
     assert tier.slab.checksums[row] == tier.books.blocks.checksums[row] == NO_CHECKSUM
+
+
+# -- resets ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("waits_in", ["count", "read"])
+def test_what_is_under_way_at_a_reset_is_never_found(tier, begin, waits_in):
+    source = PatternSource(4)
+    if waits_in == "count":
+        source.is_counting = False
+    else:
+        source.is_open.clear()
+        source.num_free = 2
+    prefetches = begin(source)
+    prefetches.start(prompt_of(*range(4)))
+    until(lambda: source.asked)
+    with tier.lock:
+        tier.books.reset()
+        prefetches.reset()
+    source.is_counting = True
+    source.is_open.set()
+    until(lambda: not prefetches.stats()["under_way"])
+    assert tier.num_ready(*range(4)) == 0
+    # What begins now is of after it.
+    assert prefetches.start(prompt_of(*range(4)))
+    assert prefetches.wait(prompt_of(*range(4)), 10)
+    assert tier.num_right(*range(4)) == 4
 
 
 # -- sharing ---------------------------------------------------------------------------------------
@@ -181,7 +208,7 @@ def test_what_waits_in_line_can_be_given_up(tier, begin):
 
 
 def test_a_full_line_turns_away(tier, begin, monkeypatch):
-    monkeypatch.setattr("raykv.prefetches._MAX_UNDER_WAY", 3)
+    monkeypatch.setattr("raykv.host.prefetches._MAX_UNDER_WAY", 3)
     source = PatternSource(1)
     source.is_open.clear()
     prefetches = begin(source)
@@ -233,7 +260,7 @@ def test_what_was_evicted_since_is_asked_for_again(tier, begin):
 
 
 def test_what_is_remembered_is_bounded(tier, begin, monkeypatch):
-    monkeypatch.setattr("raykv.prefetches._MAX_KNOWN", 5)
+    monkeypatch.setattr("raykv.host.prefetches._MAX_KNOWN", 5)
     prefetches = begin(PatternSource(0))
     for mark in range(9):
         prefetches.start(prompt_of(mark))

@@ -8,8 +8,8 @@ import pytest
 
 from raykv.config_host import StoreConfig
 from raykv.errors import ConfigError, StoreError
+from raykv.host.store_build import make_store, weights_digest, weights_name
 from raykv.store import DiskStore
-from raykv.store_build import make_store, weights_digest, weights_name
 
 from .helpers import names_found, put_names
 

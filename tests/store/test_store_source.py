@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from raykv.core import Namespace
-from raykv.store_source import StoreSource, leading
+from raykv.host.store_source import StoreSource, leading
 
 from .sources import KEYS, fill
 from .tier_world import BLOCK_BYTES, content_of, prompt_of, tokens_of

@@ -10,12 +10,12 @@ import pytest
 
 from raykv.core import Namespace
 from raykv.errors import IntegrityError
-from raykv.host_tickets import Want
+from raykv.host.store_source import StoreSource
+from raykv.host.store_writer import StoreWriter
+from raykv.host.tickets import Want
 from raykv.memory.checksums import NO_CHECKSUM
 from raykv.store import GuardedStore
 from raykv.store.redis_store import RedisStore
-from raykv.store_source import StoreSource
-from raykv.store_writer import StoreWriter
 
 from .helpers import value_of
 from .sources import KEYS, Clock, fill
@@ -216,7 +216,7 @@ def test_behind_a_block_that_was_refused_nothing_is_put(loop, tier, disk, writer
 
 
 def test_a_line_that_is_full_drops_and_counts(tier, disk, writer, monkeypatch):
-    monkeypatch.setattr("raykv.store_writer._MAX_NOTES", 3)
+    monkeypatch.setattr("raykv.host.store_writer._MAX_NOTES", 3)
     disk.faults.is_slow, disk.faults.slow_s = 1.0, 0.1
     for mark in range(12):
         writer.note(tokens_of(mark), Namespace(), 1)
@@ -242,7 +242,7 @@ def test_closing_ends_what_hangs(tier, disk, writer):
 
 
 def test_known_blocks_are_bounded(tier, disk, writer, monkeypatch):
-    monkeypatch.setattr("raykv.store_writer._MAX_KNOWN", 4)
+    monkeypatch.setattr("raykv.host.store_writer._MAX_KNOWN", 4)
     tier.compute(*range(6))
     write(writer, *range(6))
     assert len(writer._known) == 4

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from raykv.core import Namespace
-from raykv.prefetches import Prefetches
+from raykv.host.prefetches import Prefetches
+from raykv.host.store_source import StoreSource, leading
+from raykv.host.store_writer import StoreWriter
 from raykv.store import DiskStore, GuardedStore, is_storable
-from raykv.store_source import StoreSource, leading
-from raykv.store_writer import StoreWriter
 from raykv.testing_stores import FaultyStore, StoreFaults
 
 from .sources import KEYS, Clock, PatternSource

@@ -13,10 +13,10 @@ import time
 
 import numpy as np
 
-from raykv.block_source import Prompt
 from raykv.core import Namespace
-from raykv.host_tickets import NO_TICKET, LoadOutcome, LoadResult, Offer, StoreResult, Want
-from raykv.host_tier import HostTier
+from raykv.host.block_source import Prompt
+from raykv.host.host_tier import HostTier
+from raykv.host.tickets import NO_TICKET, LoadOutcome, LoadResult, Offer, StoreResult, Want
 from raykv.memory.checksums import block_checksums
 from raykv.memory.host_slab import HostSlab
 

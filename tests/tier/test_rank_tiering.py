@@ -243,7 +243,7 @@ def test_an_aborted_load_does_not_write_into_a_sleeping_rank(make_world):
 
 
 def test_a_copy_that_never_ends_keeps_the_rank_awake(make_world, monkeypatch):
-    monkeypatch.setattr("raykv.rank_tier._QUIESCE_S", 0.05)
+    monkeypatch.setattr("raykv.tiering.rank_tier._QUIESCE_S", 0.05)
     gate = Gate("offload", is_open=False)
     world = make_world(copy_faults=gate)
     world.live(range(9))

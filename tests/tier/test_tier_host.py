@@ -12,10 +12,10 @@ import pytest
 
 from raykv import Namespace
 from raykv.errors import ConfigError, IntegrityError, RankUnavailableError
-from raykv.host_tickets import NO_TICKET, LoadResult, Offer, StoreResult, Want
+from raykv.host.messages import Ask, BlockKind, TierCall
+from raykv.host.tickets import NO_TICKET, LoadResult, Offer, StoreResult, Want
+from raykv.host.tier_host import TierHost
 from raykv.memory.host_slab import HostSlab
-from raykv.tier_host import TierHost
-from raykv.tier_messages import Ask, BlockKind, TierCall
 
 from .tier_world import make_config, wait_until
 

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from raykv import tier_link
 from raykv.errors import RankUnavailableError
 from raykv.testing_tiers import FaultyTier, TierFaults
+from raykv.tiering import link as tier_link
 
 from .copy_gates import Gate
 from .tier_world import WAIT_S, Clock, World, make_config, wait_until

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raykv.tier_loads import Stage
+from raykv.tiering.loads import Stage
 
 from .copy_gates import Gate
 from .tier_world import WAIT_S, Clock, wait_until
@@ -158,7 +158,7 @@ def test_the_sequence_of_a_late_load_moves_to_other_blocks(make_world):
     assert world.totals()["loads_late"] == 2
     other = world.admit(range(70, 74))
     world.write(other)
-    world.check(sequence, other)
+    world.check(sequence)
 
 
 def test_where_there_are_no_other_blocks_it_waits_on(make_world):

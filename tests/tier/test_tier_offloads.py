@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raykv import tier_offloads
+from raykv.tiering import offloads as tier_offloads
 
 from .copy_gates import Gate
 from .tier_world import WAIT_S, wait_until

@@ -13,11 +13,11 @@ import sys
 
 import numpy as np
 
-from raykv.host_tickets import LoadOutcome
+from raykv.host.tickets import LoadOutcome
+from raykv.host.transport import RowRequest, TcpTransport, wire
+from raykv.host.transport.interface import rows_per_batch
 from raykv.memory.checksums import block_checksums
 from raykv.memory.host_slab import HostSlab
-from raykv.transport import RowRequest, TcpTransport, wire
-from raykv.transport.interface import rows_per_batch
 
 SECRET = b"the secret of this pool, 32 byte"
 OK, STALE, CORRUPT, FAILED = (
@@ -30,7 +30,7 @@ OK, STALE, CORRUPT, FAILED = (
 PROGRAM = """
 import pickle, sys
 from raykv.memory.host_slab import HostSlab
-from raykv.transport import TcpServer
+from raykv.host.transport import TcpServer
 descriptor, secret = pickle.loads(bytes.fromhex(sys.argv[1]))
 with HostSlab.attach(descriptor) as slab:
     server = TcpServer(slab, secret)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raykv.errors import IntegrityError, TransferError
-from raykv.transport.connections import Connections
+from raykv.host.transport.connections import Connections
 
 from .slabs import SECRET
 

@@ -7,8 +7,8 @@ import asyncio
 import numpy as np
 import pytest
 
+from raykv.host.transport import ObjectStoreTransport, object_store, take_rows
 from raykv.memory.host_slab import HostSlab
-from raykv.transport import ObjectStoreTransport, object_store, take_rows
 
 from .slabs import CORRUPT, FAILED, OK, STALE, filled_slab, num_ok, overwrite, request_for
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raykv.transport.peer_link import START_BYTES_PER_S, START_LATENCY_S, PeerLink
+from raykv.host.transport.peer_link import START_BYTES_PER_S, START_LATENCY_S, PeerLink
 
 MIB = 1 << 20
 

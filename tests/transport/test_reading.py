@@ -9,17 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raykv.host_tickets import LoadOutcome
-from raykv.memory.checksums import block_checksums
-from raykv.transport import RowRequest
-from raykv.transport.interface import (
+from raykv.host.tickets import LoadOutcome
+from raykv.host.transport import RowRequest
+from raykv.host.transport.interface import (
     BATCH_BYTES,
     consecutive,
     num_leading_ok,
     outcomes_of,
     rows_per_batch,
 )
-from raykv.transport.reading import Reading
+from raykv.host.transport.reading import Reading
+from raykv.memory.checksums import block_checksums
 
 from .slabs import CORRUPT, FAILED, OK, STALE
 

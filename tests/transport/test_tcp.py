@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from raykv.errors import ConfigError, TransferError
+from raykv.host.transport import TcpServer, TcpTransport
+from raykv.host.transport.interface import rows_per_batch
 from raykv.memory.host_slab import HostSlab
-from raykv.transport import TcpServer, TcpTransport
-from raykv.transport.interface import rows_per_batch
 
 from .slabs import (
     CORRUPT,

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raykv.host.transport import TcpServer, TcpTransport, wire
 from raykv.memory.host_slab import HostSlab
-from raykv.transport import TcpServer, TcpTransport, wire
 
 from .slabs import (
     FAILED,

@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from raykv.errors import ConfigError, TransferError
-from raykv.transport import wire
+from raykv.host.transport import wire
 
 SECRET, OTHER = b"s" * 16, b"o" * 16
 NUM_BLOCKS = 100

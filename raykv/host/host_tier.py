@@ -20,11 +20,11 @@ from raykv.core import BlockManagerImpl, Namespace, as_tokens
 from raykv.core.namespace import DEFAULT
 from raykv.core.tokens import TokenIds
 from raykv.errors import ConfigError
-from raykv.host_audit import audit
-from raykv.host_blocks import HostBlocks, Row, Transfer
-from raykv.host_clients import Client, HostClients
-from raykv.host_stats import HostTierStats, count
-from raykv.host_tickets import (
+from raykv.host.audit import audit
+from raykv.host.blocks import HostBlocks, Row, Transfer
+from raykv.host.clients import Client, HostClients
+from raykv.host.stats import HostTierStats, count
+from raykv.host.tickets import (
     NO_TICKET,
     LoadOutcome,
     LoadResult,

@@ -7,17 +7,17 @@ import threading
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from raykv.block_source import BlockSource, Prompt
 from raykv.config import PoolConfig
-from raykv.host_tickets import Offer
-from raykv.peer_source import PeerHandle, PeerSource
-from raykv.prefetches import Prefetches
+from raykv.host.block_source import BlockSource, Prompt
+from raykv.host.peer_source import PeerHandle, PeerSource
+from raykv.host.prefetches import Prefetches
+from raykv.host.store_build import make_store
+from raykv.host.store_source import StoreSource
+from raykv.host.store_writer import StoreWriter
+from raykv.host.tickets import Offer
+from raykv.host.tier_books import TierBooks
+from raykv.host.transport import Transport
 from raykv.store import KVKeys, model_fingerprint
-from raykv.store_build import make_store
-from raykv.store_source import StoreSource
-from raykv.store_writer import StoreWriter
-from raykv.tier_books import TierBooks
-from raykv.transport import Transport
 
 T = TypeVar("T")
 

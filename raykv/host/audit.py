@@ -10,7 +10,7 @@ from raykv.core.tokens import NO_INDEX, Index
 from raykv.errors import IntegrityError
 
 if TYPE_CHECKING:
-    from raykv.host_tier import HostTier
+    from raykv.host.host_tier import HostTier
 
 
 def audit(tier: HostTier) -> None:

@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raykv.core import BlockManagerImpl, Blocks, Namespace
-from raykv.host_tickets import NO_TICKET, Offer, StoreResult, StoreTicket
+from raykv.host.tickets import NO_TICKET, Offer, StoreResult, StoreTicket
 from raykv.memory.buffers import KVBuffers
 from raykv.memory.copy_batches import BlockOutcome, Ticket
-from raykv.tier_link import TierLink
+from raykv.tiering.link import TierLink
 
 # A load waits for one such piece at most.
 _PIECE_BYTES = 64 << 20

@@ -24,9 +24,9 @@ from raykv.core import (
     as_tokens,
 )
 from raykv.errors import ConfigError, IntegrityError
-from raykv.host_state_stats import HostStatesStats
-from raykv.host_state_tickets import StateLoad, StateLoaded, StateOffer, StateStored, StateTicket
-from raykv.host_tickets import NO_TICKET, LoadOutcome
+from raykv.host.state_stats import HostStatesStats
+from raykv.host.state_tickets import StateLoad, StateLoaded, StateOffer, StateStored, StateTicket
+from raykv.host.tickets import NO_TICKET, LoadOutcome
 
 
 @dataclass(slots=True, eq=False)

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from raykv.host_tickets import LoadOutcome
+from raykv.host.tickets import LoadOutcome
+from raykv.host.transport.interface import RowRequest, num_leading_ok, outcomes_of
 from raykv.memory.ids import checked_targets
-from raykv.transport.interface import RowRequest, num_leading_ok, outcomes_of
 
 
 class Reading:

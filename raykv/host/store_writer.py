@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from raykv.core import Namespace
 from raykv.errors import IntegrityError
-from raykv.host_tickets import NO_TICKET, LoadOutcome, LoadResult, LoadTicket, Want
-from raykv.host_tier import HostTier
+from raykv.host.host_tier import HostTier
+from raykv.host.tickets import NO_TICKET, LoadOutcome, LoadResult, LoadTicket, Want
 from raykv.memory.checksums import NO_CHECKSUM, block_checksums
 from raykv.memory.host_slab import HostSlab
 from raykv.store import GuardedStore, KVKeys, is_storable

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from raykv.host_tier import HostTier
+    from raykv.host.host_tier import HostTier
 
 
 @dataclass(frozen=True, slots=True)

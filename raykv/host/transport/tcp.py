@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raykv.errors import TransferError
-from raykv.host_tickets import LoadOutcome
-from raykv.transport import wire
-from raykv.transport.connections import Connections
-from raykv.transport.interface import RowRequest, consecutive
-from raykv.transport.reading import Reading
-from raykv.transport.stream import Stream
+from raykv.host.tickets import LoadOutcome
+from raykv.host.transport import wire
+from raykv.host.transport.connections import Connections
+from raykv.host.transport.interface import RowRequest, consecutive
+from raykv.host.transport.reading import Reading
+from raykv.host.transport.stream import Stream
 
 
 class TcpTransport:

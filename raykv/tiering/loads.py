@@ -16,15 +16,15 @@ from numpy.typing import NDArray
 from raykv.core import BlockManagerImpl, Blocks
 from raykv.core.sequence import KVCacheState, Sequence
 from raykv.core.tokens import Index
-from raykv.host_state_tickets import StateLoad
-from raykv.host_tickets import NO_TICKET, LoadOutcome, LoadResult, LoadTicket, Want
+from raykv.host.messages import Ask
+from raykv.host.state_tickets import StateLoad
+from raykv.host.tickets import NO_TICKET, LoadOutcome, LoadResult, LoadTicket, Want
 from raykv.memory.buffers import KVBuffers
 from raykv.memory.copy_batches import Ticket
-from raykv.state_tiers import StateLoadTarget
-from raykv.tier_link import TierLink
-from raykv.tier_messages import Ask
-from raykv.tier_offloads import count_outcomes
-from raykv.tier_states import StateTraffic
+from raykv.tiering.link import TierLink
+from raykv.tiering.offloads import count_outcomes
+from raykv.tiering.state_tiers import StateLoadTarget
+from raykv.tiering.state_traffic import StateTraffic
 
 _ASK_AGAIN_S = 0.01
 # A copy that is slower than this is late.

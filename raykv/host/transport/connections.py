@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 from weakref import WeakValueDictionary
 
 from raykv.errors import IntegrityError, TransferError
-from raykv.transport import wire
-from raykv.transport.stream import Stream, connect
+from raykv.host.transport import wire
+from raykv.host.transport.stream import Stream, connect
 
 
 class Connections:

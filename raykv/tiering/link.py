@@ -12,10 +12,10 @@ from concurrent.futures import Future
 from typing import Any
 
 from raykv.config_host import HostConfig
+from raykv.host.handle import TierHandle
+from raykv.host.messages import BlockKind, TierAnswer, TierCall, TierInfo
 from raykv.memory.block_copier import BlockCopier
 from raykv.memory.host_slab import HostSlab, SlabDescriptor
-from raykv.tier_handle import TierHandle
-from raykv.tier_messages import BlockKind, TierAnswer, TierCall, TierInfo
 
 _RENEWALS_PER_LEASE = 4
 _JOIN_AGAIN_S = 0.25

@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raykv.errors import TransferError
-from raykv.host_tickets import LoadOutcome
+from raykv.host.tickets import LoadOutcome
+from raykv.host.transport.interface import RowRequest
+from raykv.host.transport.reading import Reading
 from raykv.memory.host_slab import HostSlab
 from raykv.memory.ids import checked_ids
-from raykv.transport.interface import RowRequest
-from raykv.transport.reading import Reading
 
 Fetch: TypeAlias = Callable[[str, RowRequest], Awaitable[Sequence[NDArray[np.uint8]]]]
 """Carries a request to the process at an address, and back what ``take_rows`` returns there."""

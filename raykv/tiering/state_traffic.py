@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 
 from raykv.core import Namespace
 from raykv.core.sequence import Sequence
-from raykv.host_state_tickets import StateLoad, StateLoaded, StateOffer, StateStored, StateTicket
-from raykv.host_tickets import LoadOutcome
+from raykv.host.state_tickets import StateLoad, StateLoaded, StateOffer, StateStored, StateTicket
+from raykv.host.tickets import LoadOutcome
 from raykv.memory.copy_batches import BlockOutcome, Ticket
 from raykv.memory.state_buffers import StateBuffers
-from raykv.state_tiers import CheckpointPin, StateLoadTarget, StateTiers
-from raykv.tier_link import TierLink
+from raykv.tiering.link import TierLink
+from raykv.tiering.state_tiers import CheckpointPin, StateLoadTarget, StateTiers
 
 
 @dataclass(slots=True, eq=False)

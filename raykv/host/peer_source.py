@@ -12,11 +12,11 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from raykv.block_source import Prompt
 from raykv.errors import IntegrityError, TransferError
-from raykv.host_tickets import NO_TICKET, LoadOutcome, LoadResult, LoadTicket, Want
-from raykv.transport import PeerLink, RowRequest, Transport
-from raykv.transport.interface import num_leading_ok
+from raykv.host.block_source import Prompt
+from raykv.host.tickets import NO_TICKET, LoadOutcome, LoadResult, LoadTicket, Want
+from raykv.host.transport import PeerLink, RowRequest, Transport
+from raykv.host.transport.interface import num_leading_ok
 
 # A report that is lost leaves blocks pinned at the peer.
 _REPORT_TRIES = 3

@@ -10,14 +10,14 @@ import numpy as np
 
 from raykv.core import BlockManagerImpl
 from raykv.core.sequence import Sequence
+from raykv.host.messages import TierCall
 from raykv.memory.buffers import KVBuffers
 from raykv.memory.state_buffers import StateBuffers
-from raykv.state_tiers import StateTiers
-from raykv.tier_link import TierLink
-from raykv.tier_loads import Load, LoadEnd, Loads
-from raykv.tier_messages import TierCall
-from raykv.tier_offloads import Offloads
-from raykv.tier_states import StateTraffic
+from raykv.tiering.link import TierLink
+from raykv.tiering.loads import Load, LoadEnd, Loads
+from raykv.tiering.offloads import Offloads
+from raykv.tiering.state_tiers import StateTiers
+from raykv.tiering.state_traffic import StateTraffic
 
 _MAX_EXPECTED = 1024
 _QUIESCE_S = 10.0

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from raykv.block_source import BlockSource, Prompt
+from raykv.host.block_source import BlockSource, Prompt
 from raykv.store import GuardedStore, KVKeys, is_storable
 
 # Blocks of one call: so much is lost if it fails, and so often is said how far the read is.

@@ -8,13 +8,13 @@ import numpy as np
 
 from raykv.config import PoolConfig
 from raykv.errors import ConfigError
-from raykv.host_state_stats import HostStatesStats
-from raykv.host_state_tickets import StateLoad, StateLoaded, StateOffer, StateStored, StateTicket
-from raykv.host_states import HostStates
-from raykv.host_tickets import NO_TICKET, LoadTicket, Want
-from raykv.host_tier import HostTier
+from raykv.host.host_states import HostStates
+from raykv.host.host_tier import HostTier
+from raykv.host.messages import Ask, BlockKind
+from raykv.host.state_stats import HostStatesStats
+from raykv.host.state_tickets import StateLoad, StateLoaded, StateOffer, StateStored, StateTicket
+from raykv.host.tickets import NO_TICKET, LoadTicket, Want
 from raykv.memory.host_slab import HostSlab
-from raykv.tier_messages import Ask, BlockKind
 
 NO_LOAD = LoadTicket(
     NO_TICKET, 0, np.empty(0, np.int32), np.empty(0, np.uint64), np.empty(0, np.uint64)

@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raykv.errors import ConfigError, TransferError
+from raykv.host.transport import wire
+from raykv.host.transport.interface import consecutive, rows_per_batch
+from raykv.host.transport.stream import Stream
 from raykv.memory.host_slab import HostSlab
-from raykv.transport import wire
-from raykv.transport.interface import consecutive, rows_per_batch
-from raykv.transport.stream import Stream
 
 # A reader that has nothing to ask connects anew after this.
 _IDLE_S = 60.0

@@ -15,14 +15,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from raykv.block_source import Prompt
 from raykv.config import PoolConfig
 from raykv.core.namespace import Namespace
 from raykv.errors import RankUnavailableError
-from raykv.host_state_stats import HostStatesStats
-from raykv.host_state_tickets import StateLoad, StateTicket
-from raykv.host_stats import HostTierStats
-from raykv.host_tickets import (
+from raykv.host.block_source import Prompt
+from raykv.host.messages import Ask, BlockKind, TierAnswer, TierCall, TierInfo
+from raykv.host.peer_source import PeerHandle
+from raykv.host.sources import TierSources
+from raykv.host.state_stats import HostStatesStats
+from raykv.host.state_tickets import StateLoad, StateTicket
+from raykv.host.stats import HostTierStats
+from raykv.host.tickets import (
     NO_TICKET,
     LoadResult,
     LoadTicket,
@@ -31,11 +34,8 @@ from raykv.host_tickets import (
     StoreTicket,
     Want,
 )
-from raykv.peer_source import PeerHandle
-from raykv.tier_books import NO_LOAD, TierBooks
-from raykv.tier_messages import Ask, BlockKind, TierAnswer, TierCall, TierInfo
-from raykv.tier_sources import TierSources
-from raykv.transport import RowRequest, TcpServer, TcpTransport, Transport, take_rows
+from raykv.host.tier_books import NO_LOAD, TierBooks
+from raykv.host.transport import RowRequest, TcpServer, TcpTransport, Transport, take_rows
 
 _LOOKS_PER_LEASE = 4
 _MAX_OFFERED = 10_000

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from raykv.core import AdmitRequest, Admitted, BlockManagerImpl, Blocks, Namespace
 from raykv.core.tokens import NO_INDEX, Index
-from raykv.host_tickets import LoadResult, StoreResult
+from raykv.host.tickets import LoadResult, StoreResult
 
 Row = tuple[NDArray[np.int32], Namespace]
 """Tokens of full blocks, from the root on, and whose they are."""

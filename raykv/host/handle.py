@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raykv.core.namespace import Namespace
-from raykv.host_state_stats import HostStatesStats
-from raykv.host_stats import HostTierStats
+from raykv.host.messages import BlockKind, TierAnswer, TierCall, TierInfo
+from raykv.host.state_stats import HostStatesStats
+from raykv.host.stats import HostTierStats
+from raykv.host.tier_host import TierHost
 from raykv.memory.copy_batches import CopyFaults
-from raykv.tier_host import TierHost
-from raykv.tier_messages import BlockKind, TierAnswer, TierCall, TierInfo
 
 
 class TierHandle(ABC):

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from raykv.core.kv_cache_manager import Packed
 from raykv.core.namespace import Namespace
-from raykv.host_state_tickets import StateLoad, StateLoaded, StateOffer, StateStored, StateTicket
-from raykv.host_tickets import LoadResult, LoadTicket, Offer, StoreResult, StoreTicket, Want
+from raykv.host.state_tickets import StateLoad, StateLoaded, StateOffer, StateStored, StateTicket
+from raykv.host.tickets import LoadResult, LoadTicket, Offer, StoreResult, StoreTicket, Want
 from raykv.memory.host_slab import SlabDescriptor
 
 

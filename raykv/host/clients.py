@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from raykv.core import Blocks
 from raykv.errors import RankUnavailableError, RequestError
-from raykv.host_blocks import Transfer
+from raykv.host.blocks import Transfer
 
 
 @dataclass(slots=True, eq=False)

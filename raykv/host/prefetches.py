@@ -20,11 +20,11 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from raykv.block_source import BlockSource, Prompt
 from raykv.core import Namespace
 from raykv.errors import IntegrityError
-from raykv.host_tickets import NO_TICKET, Offer, StoreResult, StoreTicket
-from raykv.host_tier import HostTier
+from raykv.host.block_source import BlockSource, Prompt
+from raykv.host.host_tier import HostTier
+from raykv.host.tickets import NO_TICKET, Offer, StoreResult, StoreTicket
 from raykv.memory.checksums import block_checksums
 from raykv.memory.host_slab import HostSlab
 

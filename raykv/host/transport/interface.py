@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from raykv.host_tickets import LoadOutcome
+from raykv.host.tickets import LoadOutcome
 from raykv.memory.checksums import NO_CHECKSUM, block_checksum
 
 # What is read, checked and reported at a time: enough to hide a round trip, little enough that a

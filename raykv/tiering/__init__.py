@@ -1,0 +1,1 @@
+"""A rank's traffic with its node's host tier."""
