@@ -123,6 +123,25 @@ class HierarchyMachine(RuleBasedStateMachine):
                 self.end(number=num_before, publish=True)
             self.move(steps=[None] * 4)
 
+    @rule(token_ids=tokens, starts=st.booleans())
+    def begin_load(self, token_ids, starts):
+        """One that only the host has."""
+        self.live(prompts=[token_ids], evict=False)
+        self._evict(None)
+        self.arrive(token_ids=[*token_ids, 0])
+        if starts:
+            self.transfer()
+
+    @rule(token_ids=tokens)
+    def begin_offload(self, token_ids):
+        num_before = len(self.world.sequences)
+        self.arrive(token_ids=token_ids)
+        if len(self.world.sequences) > num_before:
+            self.compute(number=num_before, more=[], share=1)
+            self.end(number=num_before, publish=True)
+        self.transfer()
+        self.transfer()
+
     # -- moving ---------------------------------------------------------------------------------
 
     @rule()

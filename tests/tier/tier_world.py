@@ -183,13 +183,14 @@ class World:
         return len(tokens) // SIZE
 
     def rejoin(self):
-        """Until rank 0 uses its tier again."""
+        """Until all ranks use the tier again."""
 
-        def is_back():
-            self.kv_of().pump_tier()
-            return self.link.is_up
+        def is_back(kv):
+            kv.pump_tier()
+            return kv.tier.link.is_up
 
-        wait_until(is_back)
+        for kv in map(self.kv_of, range(self.config.dp_size)):
+            wait_until(lambda kv=kv: is_back(kv))
 
     def _is_idle(self, rank):
         kv = self.kv_of(rank)
