@@ -258,5 +258,6 @@ TestHierarchyMachine.settings = settings(max_examples=60, stateful_step_count=30
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(3600)
 class TestLongHierarchyMachine(HierarchyMachine.TestCase):
-    settings = settings(max_examples=3000, stateful_step_count=80, deadline=None)
+    settings = settings(max_examples=1500, stateful_step_count=80, deadline=None)
