@@ -60,7 +60,10 @@ class RankCounters(KVCacheManager):
         """What routing looks at; cheaper than all counters."""
         manager = self.block_manager
         num_free = manager.num_free_blocks
-        return Room(num_free + manager.num_evictable_blocks, num_free, self._num_free_singles)
+        num_available = num_free + manager.num_evictable_blocks
+        if self.tier is not None:  # offloads make room where it is needed
+            num_available += self.tier.num_offloading_blocks
+        return Room(num_available, num_free, self._num_free_singles)
 
     def rank_stats(self) -> RankStats:
         """This rank's counters."""

@@ -104,8 +104,9 @@ class RankStats(Packed):
 
     @property
     def room(self) -> Room:
-        """What routing looks at."""
-        return Room(self.num_available_blocks, self.num_free_blocks, self.num_free_single_blocks)
+        """What routing looks at; offloads make room where it is needed."""
+        num_available = self.num_available_blocks + self.num_offloading_blocks
+        return Room(num_available, self.num_free_blocks, self.num_free_single_blocks)
 
     @property
     def num_pending_blocks(self) -> int:

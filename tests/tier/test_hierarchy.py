@@ -94,6 +94,8 @@ def test_a_full_host_evicts_its_oldest_deepest_first(make_world):
 def test_queued_offloads_are_cancelled_for_an_allocation(world):
     world.live(range(16))
     assert world.kv_of().tier.num_offloading_blocks == 8
+    assert world.pool.stats().total.num_available_blocks == 1
+    assert world.pool.ranks[0].room.num_available_blocks == 9  # what routing counts on
     sequence = world.admit(range(100, 116))
     assert world.totals()["offloads_cancelled"] == 8
     world.settle()
