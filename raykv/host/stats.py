@@ -34,21 +34,21 @@ class HostTierStats:
         block_bytes: bytes of a block; 0 where the books have no memory.
     """
 
-    blocks: int
-    free: int
-    cached: int
-    storing: int
-    pinned: int
-    quarantined: int
-    stored_total: int
-    orphaned: int
-    hit: int
-    loaded_total: int
-    evicted: int
-    corrupt: int
-    stale: int
-    refused: int
-    expired: int
+    blocks: int = 0
+    free: int = 0
+    cached: int = 0
+    storing: int = 0
+    pinned: int = 0
+    quarantined: int = 0
+    stored_total: int = 0
+    orphaned: int = 0
+    hit: int = 0
+    loaded_total: int = 0
+    evicted: int = 0
+    corrupt: int = 0
+    stale: int = 0
+    refused: int = 0
+    expired: int = 0
     block_bytes: int = 0
 
 

@@ -237,15 +237,17 @@ class TierHost:
             return 0 if self._books is None else self._books.retire(weights_version)
 
     def stats(self) -> HostTierStats:
-        """Count blocks."""
+        """Count blocks; there are none before the first rank has joined."""
         with self._lock:
+            if self._books is None:
+                return HostTierStats()
             books = self._open()
             return replace(books.blocks.stats(), block_bytes=books.slab.block_bytes)
 
     def state_stats(self) -> HostStatesStats | None:
         """Count checkpoints; None where sequences have no recurrent state."""
         with self._lock:
-            return self._open().state_stats()
+            return None if self._books is None else self._open().state_stats()
 
     def pid(self) -> int:
         """The process that the tier lives in."""

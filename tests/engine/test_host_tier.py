@@ -6,6 +6,10 @@ import asyncio
 import contextlib
 import copy
 import random
+import sys
+import threading
+import time
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -122,6 +126,39 @@ def test_whatever_goes_wrong_with_the_tier(tiny_llama, large, seed):
         assert total.host_hits_total > 0
         assert total.num_tier_faults_total > 0
         assert set(copy_faults.counts) == set(COPY_FAULTS)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+def test_ten_minutes_of_random_faults(tiny_llama, large):
+    """Every round another seed: copies and words go wrong, and the tier freezes and dies."""
+    counts, seed, until = Counter(), 100, time.monotonic() + 600
+    while time.monotonic() < until:
+        seed += 1
+        rng = random.Random(seed)
+        copy_faults = RandomCopyFaults(rng, **COPY_FAULTS)
+        word_faults = TierFaults(rng, lost_call=0.01, lost_reply=0.01)
+        settings = {"copy_faults": copy_faults, "word_faults": word_faults}
+        host = {"num_blocks": rng.randrange(40, 400), "timeout_s": 0.1}
+        num_blocks = rng.randrange(60, 120)
+        with serving(tiny_llama, num_blocks=num_blocks, host=host, **settings) as (pool, tier):
+            deeds = [tier.freeze, tier.thaw, lambda: (tier.kill(), tier.restart()), lambda: None]
+            timers = [threading.Timer(rng.random() * 3, rng.choice(deeds)) for _ in range(3)]
+            for timer in timers:
+                timer.start()
+            assert_same(serve(pool), large)
+            for timer in timers:
+                timer.join()
+            tier.thaw()
+            total = pool.stats().total
+            counts.update(copy_faults.counts)
+            counts.update(word_faults.counts)
+            counts["noticed"] += total.num_tier_faults_total
+            counts["host_hits"] += total.host_hits_total
+    sys.stdout.write(f"{seed - 100} rounds: {dict(counts)}\n")
+    assert min(counts[kind] for kind in COPY_FAULTS) > 100
+    assert counts["noticed"] > 100
+    assert counts["host_hits"] > 1000
 
 
 def test_without_checksums_damage_shows(tiny_llama, large):

@@ -84,8 +84,10 @@ def test_a_tier_that_starts_again_counts_on(host):
 
 
 def test_the_memory_is_there_with_the_first_rank(host):
+    assert host.stats().blocks == 0
+    assert host.state_stats() is None
     with pytest.raises(RankUnavailableError, match="no memory yet"):
-        host.stats()
+        host.lend("other", Want(np.arange(9, dtype=np.int32), Namespace(), 0))
     info = join(host)
     assert info.blocks.num_blocks == 33
     with HostSlab.attach(info.blocks) as slab:
