@@ -138,10 +138,10 @@ def test_ten_minutes_of_random_faults(tiny_llama, large):
         rng = random.Random(seed)
         copy_faults = RandomCopyFaults(rng, **COPY_FAULTS)
         word_faults = TierFaults(rng, lost_call=0.01, lost_reply=0.01)
-        settings = {"copy_faults": copy_faults, "word_faults": word_faults}
         host = {"num_blocks": rng.randrange(40, 400), "timeout_s": 0.1}
-        num_blocks = rng.randrange(60, 120)
-        with serving(tiny_llama, num_blocks=num_blocks, host=host, **settings) as (pool, tier):
+        settings = {"num_blocks": rng.randrange(60, 120), "copy_faults": copy_faults}
+        with serving(tiny_llama, host=host, **settings) as (pool, tier):
+            tier.faults = word_faults  # not before the rank has joined
             deeds = [tier.freeze, tier.thaw, lambda: (tier.kill(), tier.restart()), lambda: None]
             timers = [threading.Timer(rng.random() * 3, rng.choice(deeds)) for _ in range(3)]
             for timer in timers:
@@ -150,6 +150,7 @@ def test_ten_minutes_of_random_faults(tiny_llama, large):
             for timer in timers:
                 timer.join()
             tier.thaw()
+            tier.faults = None
             total = pool.stats().total
             counts.update(copy_faults.counts)
             counts.update(word_faults.counts)
