@@ -118,6 +118,14 @@ class BlockCopier:
             direction, memory, device_ids, slab_ids, generations,
             num_slab_blocks=self.slab.num_blocks, with_checksums=with_checksums, after=after,
         )  # fmt: skip
+        return self.submit_batch(batch)
+
+    def submit_batch(self, batch: CopyBatch) -> Ticket:
+        """Queue a batch whose ids need no look: they come from the books of both sides.
+
+        Raises:
+            TransferError: The copier is closed.
+        """
         ticket = Ticket(batch, self._cancel)
         with self._changed:
             if self._is_closed:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from raykv.core import BlockManagerImpl, Blocks, Namespace
 from raykv.host.tickets import NO_TICKET, Offer, StoreResult, StoreTicket
 from raykv.memory.buffers import KVBuffers
-from raykv.memory.copy_batches import BlockOutcome, Ticket
+from raykv.memory.copy_batches import BlockOutcome, CopyBatch, Ticket
 from raykv.tiering.link import TierLink
 
 # A load waits for one such piece at most.
@@ -180,15 +180,16 @@ class Offloads:
         assert copier is not None, "the caller has looked"
         assert ticket is not None, "it was granted"
         part = slice(one.num_started, one.num_started + max_blocks)
-        piece = copier.submit(
+        batch = CopyBatch(
             "offload",
             self._buffers.storage,
             one.blocks.index[part],
-            ticket.host_ids[part],
-            generations=ticket.generations[part],
+            ticket.host_ids[part].astype(np.int64),
+            ticket.generations[part],
             with_checksums=self._link.config.checksum_rate > 0,
             after=one.written,
         )
+        piece = copier.submit_batch(batch)
         one.pieces.append(piece)
         one.num_started += len(piece.batch)
         return len(piece.batch)
