@@ -9,6 +9,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from raykv.actors.errors import translate
 from raykv.actors.ray_pool import RayHierarchyPool
 from raykv.actors.ray_rank import RayRank
 from raykv.actors.tier_actor import RayTier, tier_class
@@ -49,8 +50,8 @@ class TierStarter:
         """Start one on a node, and wait until it is there.
 
         Raises:
-            ConfigError: the node has not that much memory for actors.
-            RankUnavailableError: it was not there in time, since others hold the memory.
+            ConfigError: the node has not that much memory for actors, or the name is taken.
+            RankUnavailableError: it died, or was not there in time, since others hold the memory.
         """
         host = self._config.host
         assert host is not None, "tiers are started where host is configured"
@@ -71,7 +72,12 @@ class TierStarter:
         if self._name is not None:
             options |= {"name": f"{self._name}-host-{self._num_started}"}
             options |= {"namespace": self._namespace}
-        actor = tier_class(**options).remote(self._config, self._num_started)
+        try:
+            actor = tier_class(**options).remote(self._config, self._num_started)
+        except ValueError as error:  # Ray's word for a taken name
+            raise ConfigError(
+                f"ray: a host tier cannot be started: {error}; choose another name"
+            ) from None
         self._num_started += 1
         self._cleanup.callback(_kill, actor)
         try:
@@ -82,6 +88,8 @@ class TierStarter:
                 f"{need}, and was not there within {_READY_S:g} s: {free / 2**30:.2f} GiB are free "
                 "in the cluster; end what holds the rest, or lower host.num_blocks"
             ) from None
+        except RayError as error:
+            raise translate(error, "a host tier that was just started", _READY_S) from error
         return RayTier(actor)
 
     def connect(self, pool: RayHierarchyPool, ranks: list[RayRank]) -> None:

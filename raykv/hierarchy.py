@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Self, TypeAlias, TypeVar
 
 from raykv.config import PoolConfig
 from raykv.core.kv_cache_manager import Sequences, flatten
@@ -24,6 +24,7 @@ from raykv.rank_handle import RankHandle, results
 from raykv.transfer_report import TransferReport
 
 T = TypeVar("T")
+_Prefetch: TypeAlias = tuple[TierHandle, Future[bool]]
 
 _LOOK_S = 0.001
 _LOOK_EVERY_S = 0.02
@@ -50,7 +51,7 @@ class HierarchyBlockManagerPool(BlockManagerPool):
 
     def __init__(self, config: PoolConfig, ranks: list[RankHandle]) -> None:
         super().__init__(config, ranks)
-        self._prefetching: weakref.WeakKeyDictionary[Sequence, TierHandle] = (
+        self._prefetching: weakref.WeakKeyDictionary[Sequence, _Prefetch] = (
             weakref.WeakKeyDictionary()
         )
 
@@ -139,16 +140,12 @@ class HierarchyBlockManagerPool(BlockManagerPool):
     def prefetch_from_storage(self, request: Sequences) -> None:
         """Begin to read what the store has of prompts into host memory, while they wait.
 
-        On the host tier of the rank that ``select_rank`` names now. Waits for nothing but that
-        tier's word.
+        On the host tier of the rank that ``select_rank`` names now. Waits for nothing.
         """
-        begun = []
         for sequence in flatten(request):
-            tier = self.tier_of(self.ranks[self.select_rank(sequence)])
-            self._prefetching[sequence] = tier
-            begun.append(tier.prefetch(sequence.token_ids, sequence.namespace))
-        for future in begun:
-            future.result()
+            tier = self.tiers[self._tier_of[self.select_rank(sequence)]]
+            begun = tier.prefetch(sequence.token_ids, sequence.namespace)
+            self._prefetching[sequence] = (tier, begun)
 
     def update_prefetch_result(self, request: Sequences, timeout_s: float) -> bool:
         """Wait for what ``prefetch_from_storage`` began, then give up what has not arrived.
@@ -157,19 +154,31 @@ class HierarchyBlockManagerPool(BlockManagerPool):
 
         Args:
             request: as given to ``prefetch_from_storage``.
-            timeout_s: seconds to wait for all of it.
+            timeout_s: seconds to wait for all of it; ``host.timeout_s`` more for a tier that does
+                not answer.
 
         Returns:
-            Whether all that the store said it has is on the host.
+            Whether all that the store said it has is on the host. False too where a host tier is
+            lost or silent: that costs hits only.
         """
-        waiting = []
-        for sequence in flatten(request):
-            tier = self._prefetching.pop(sequence, None)
-            if tier is not None:
-                tokens, namespace = sequence.token_ids, sequence.namespace
-                waiting.append(tier.wait_prefetch(tokens, namespace, timeout_s))
-        answers = [future.result() for future in waiting]
-        return all(answers)
+        assert self.config.host is not None, "the pool has host tiers"
+        deadline = time.monotonic() + timeout_s
+        patience_s = self.config.host.timeout_s
+        waiting = [(one, self._prefetching.pop(one, None)) for one in flatten(request)]
+        is_complete = True
+        # One after the other: each wait keeps a thread of the tier, which also answers the ranks.
+        for sequence, prefetch in waiting:
+            if prefetch is None:
+                continue
+            tier, begun = prefetch
+            try:
+                begun.result(_left(deadline) + patience_s)
+                left_s = _left(deadline)
+                answer = tier.wait_prefetch(sequence.token_ids, sequence.namespace, left_s)
+                is_complete &= answer.result(left_s + patience_s)
+            except (TimeoutError, RankUnavailableError):
+                is_complete = False
+        return is_complete
 
     # -- counters -------------------------------------------------------------------------------
 
@@ -262,6 +271,10 @@ class HierarchyBlockManagerPool(BlockManagerPool):
         for tier in getattr(self, "tiers", []):
             with contextlib.suppress(RaykvError):
                 tier.close()
+
+
+def _left(deadline: float) -> float:
+    return max(0.0, deadline - time.monotonic())
 
 
 def local_pool(config: PoolConfig | str | Path) -> BlockManagerPool:
