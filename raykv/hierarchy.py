@@ -256,9 +256,12 @@ class HierarchyBlockManagerPool(BlockManagerPool):
         return super().retire(version)
 
     def bring_up_to_date(self, rank: RankHandle) -> None:
-        """See VersionedRanks; a rank that is back joins its host tier again."""
+        """See VersionedRanks; a rank that is back joins its host tier again.
+
+        Where that does not answer, it serves without until it does.
+        """
         super().bring_up_to_date(rank)
-        rank.connect_tier(self.tier_of(rank)).result()
+        rank.connect_tier(self.tier_of(rank), is_back=True).result()
 
     def check_integrity(self) -> None:
         """See KVCacheManager."""
