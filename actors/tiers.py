@@ -10,6 +10,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raykv.actors.errors import translate
+from raykv.actors.process import RankProcess
 from raykv.actors.ray_pool import RayHierarchyPool
 from raykv.actors.ray_rank import RayRank
 from raykv.actors.tier_actor import RayTier, tier_class
@@ -18,6 +19,7 @@ from raykv.errors import ConfigError, RankUnavailableError
 from raykv.host.handle import TierHandle
 
 _READY_S = 60.0
+_KILL_S = 2.0
 
 
 class TierStarter:
@@ -79,9 +81,10 @@ class TierStarter:
                 f"ray: a host tier cannot be started: {error}; choose another name"
             ) from None
         self._num_started += 1
-        self._cleanup.callback(_kill, actor)
+        processes: list[RankProcess] = []
+        self._cleanup.callback(_kill, actor, processes)
         try:
-            ray.get(actor.ready.remote(), timeout=_READY_S)
+            pid = ray.get(actor.ready.remote(), timeout=_READY_S)
         except GetTimeoutError:
             free = ray.available_resources().get("memory", 0)
             raise RankUnavailableError(
@@ -90,6 +93,9 @@ class TierStarter:
             ) from None
         except RayError as error:
             raise translate(error, "a host tier that was just started", _READY_S) from error
+        if node_id == ray.get_runtime_context().get_node_id():
+            process = RankProcess.find(pid)
+            processes += [] if process is None else [process]
         return RayTier(actor)
 
     def connect(self, pool: RayHierarchyPool, ranks: list[RayRank]) -> None:
@@ -129,7 +135,11 @@ def find_tiers(pool: RayHierarchyPool, ranks: list[RayRank], starter: TierStarte
     pool.adopt_tiers(tiers, tier_of, tier_on)
 
 
-def _kill(actor: Any) -> None:
+def _kill(actor: Any, processes: list[RankProcess]) -> None:
     if ray.is_initialized():
         with contextlib.suppress(RayError, ValueError):
             ray.kill(actor)
+    for process in processes:
+        if not process.wait(_KILL_S):
+            process.kill()  # a stopped process does not hear Ray
+            process.wait(_KILL_S)

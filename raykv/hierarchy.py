@@ -13,7 +13,7 @@ from typing import Self, TypeAlias, TypeVar
 
 from raykv.config import PoolConfig
 from raykv.core.kv_cache_manager import Sequences, flatten
-from raykv.core.sequence import Sequence
+from raykv.core.sequence import Request, Sequence
 from raykv.errors import ConfigError, RankUnavailableError, RaykvError
 from raykv.host.handle import LocalTier, TierHandle
 from raykv.host.state_stats import HostStatesStats
@@ -70,6 +70,8 @@ class HierarchyBlockManagerPool(BlockManagerPool):
                 be had.
         """
         config = PoolConfig.of(config)
+        if tiers is not None and not tiers:
+            raise ConfigError("tiers is empty: give one at least, or None to have them made")
         if config.host is None:
             raise ConfigError("host is missing: give host.num_blocks, or use BlockManagerPool")
         pool = super().local(config)
@@ -107,7 +109,7 @@ class HierarchyBlockManagerPool(BlockManagerPool):
     # -- transfers ------------------------------------------------------------------------------
 
     def transfer_blocks(
-        self, batches: Iterable[Sequences] | None = None, *, wait_s: float = 0.0
+        self, batches: Sequences | Iterable[Sequences] | None = None, *, wait_s: float = 0.0
     ) -> TransferReport:
         """Start the queued loads, then the queued offloads; one call per rank, all at once.
 
@@ -118,6 +120,8 @@ class HierarchyBlockManagerPool(BlockManagerPool):
         Returns:
             What was started, and what was acknowledged since the call before.
         """
+        if isinstance(batches, Sequence | Request):
+            batches = [batches]
         members = None if batches is None else [s for batch in batches for s in flatten(batch)]
         deadline, pause_s = time.monotonic() + wait_s, _LOOK_S
         report = self._transfer()
