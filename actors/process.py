@@ -1,4 +1,4 @@
-"""A rank's process, watched from the same machine."""
+"""A rank's or a host tier's process, watched from the same machine."""
 
 from __future__ import annotations
 

@@ -81,10 +81,10 @@ class RankActor:
         return self._started().config
 
     @in_group("health")
-    def connect_tier(self, actor: Any) -> None:
+    def connect_tier(self, actor: Any, *, is_back: bool) -> None:
         """See RankHost.connect_tier; of the tier that it uses already, it keeps what it has."""
         if self._tier is None or _id(self._tier) != _id(actor):
-            self._started().connect_tier(RayTier(actor))
+            self._started().connect_tier(RayTier(actor), is_back=is_back)
             self._tier = actor
 
     @in_group("health")

@@ -65,10 +65,11 @@ class RayRank(RemoteRank):
         outputs: Outputs = self.get(reference, session, wait_s)
         return outputs
 
-    def connect_tier(self, tier: TierHandle) -> Reply[None]:
+    def connect_tier(self, tier: TierHandle, *, is_back: bool = False) -> Reply[None]:
         """See RankHandle; the rank's process talks to the tier's itself."""
         assert isinstance(tier, RayTier), "ranks in actors use tiers in actors"
-        return _RayAnswer(self, self.session, self._submit(self._actor.connect_tier, tier.actor))
+        reference = self._submit(self._actor.connect_tier, tier.actor, is_back=is_back)
+        return _RayAnswer(self, self.session, reference)
 
     def find_tier(self) -> Any:
         """The actor of the host tier that the rank uses."""
@@ -198,13 +199,13 @@ class RayRank(RemoteRank):
     def _who(self) -> str:
         return f"rank {self.dp_rank} (pid {self.info.pid} on {self.info.node})"
 
-    def _submit(self, method: Any, *arguments: Any) -> Any:
+    def _submit(self, method: Any, *arguments: Any, **options: Any) -> Any:
         """Start a call of the actor; None if that cannot be done."""
         # A call on a handle starts another Ray by itself where none runs.
         if not ray.is_initialized():
             return None
         try:
-            return method.remote(*arguments)
+            return method.remote(*arguments, **options)
         except Exception as error:  # noqa: BLE001 - Ray raises bare ones once it was shut down
             self.lose(str(translate(error, self._who, self.config.call_timeout_s)))
             return None

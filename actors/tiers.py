@@ -9,6 +9,8 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from raykv.actors.errors import translate
+from raykv.actors.process import RankProcess
 from raykv.actors.ray_pool import RayHierarchyPool
 from raykv.actors.ray_rank import RayRank
 from raykv.actors.tier_actor import RayTier, tier_class
@@ -17,6 +19,7 @@ from raykv.errors import ConfigError, RankUnavailableError
 from raykv.host.handle import TierHandle
 
 _READY_S = 60.0
+_KILL_S = 2.0
 
 
 class TierStarter:
@@ -49,8 +52,8 @@ class TierStarter:
         """Start one on a node, and wait until it is there.
 
         Raises:
-            ConfigError: the node has not that much memory for actors.
-            RankUnavailableError: it was not there in time, since others hold the memory.
+            ConfigError: the node has not that much memory for actors, or the name is taken.
+            RankUnavailableError: it died, or was not there in time, since others hold the memory.
         """
         host = self._config.host
         assert host is not None, "tiers are started where host is configured"
@@ -71,17 +74,28 @@ class TierStarter:
         if self._name is not None:
             options |= {"name": f"{self._name}-host-{self._num_started}"}
             options |= {"namespace": self._namespace}
-        actor = tier_class(**options).remote(self._config, self._num_started)
-        self._num_started += 1
-        self._cleanup.callback(_kill, actor)
         try:
-            ray.get(actor.ready.remote(), timeout=_READY_S)
+            actor = tier_class(**options).remote(self._config, self._num_started)
+        except ValueError as error:  # Ray's word for a taken name
+            raise ConfigError(
+                f"ray: a host tier cannot be started: {error}; choose another name"
+            ) from None
+        self._num_started += 1
+        processes: list[RankProcess] = []
+        self._cleanup.callback(_kill, actor, processes)
+        try:
+            pid = ray.get(actor.ready.remote(), timeout=_READY_S)
         except GetTimeoutError:
             free = ray.available_resources().get("memory", 0)
             raise RankUnavailableError(
                 f"{need}, and was not there within {_READY_S:g} s: {free / 2**30:.2f} GiB are free "
                 "in the cluster; end what holds the rest, or lower host.num_blocks"
             ) from None
+        except RayError as error:
+            raise translate(error, "a host tier that was just started", _READY_S) from error
+        if node_id == ray.get_runtime_context().get_node_id():
+            process = RankProcess.find(pid)
+            processes += [] if process is None else [process]
         return RayTier(actor)
 
     def connect(self, pool: RayHierarchyPool, ranks: list[RayRank]) -> None:
@@ -121,7 +135,11 @@ def find_tiers(pool: RayHierarchyPool, ranks: list[RayRank], starter: TierStarte
     pool.adopt_tiers(tiers, tier_of, tier_on)
 
 
-def _kill(actor: Any) -> None:
+def _kill(actor: Any, processes: list[RankProcess]) -> None:
     if ray.is_initialized():
         with contextlib.suppress(RayError, ValueError):
             ray.kill(actor)
+    for process in processes:
+        if not process.wait(_KILL_S):
+            process.kill()  # a stopped process does not hear Ray
+            process.wait(_KILL_S)

@@ -9,11 +9,11 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Self, TypeAlias, TypeVar
 
 from raykv.config import PoolConfig
 from raykv.core.kv_cache_manager import Sequences, flatten
-from raykv.core.sequence import Sequence
+from raykv.core.sequence import Request, Sequence
 from raykv.errors import ConfigError, RankUnavailableError, RaykvError
 from raykv.host.handle import LocalTier, TierHandle
 from raykv.host.state_stats import HostStatesStats
@@ -24,6 +24,7 @@ from raykv.rank_handle import RankHandle, results
 from raykv.transfer_report import TransferReport
 
 T = TypeVar("T")
+_Prefetch: TypeAlias = tuple[TierHandle, Future[bool]]
 
 _LOOK_S = 0.001
 _LOOK_EVERY_S = 0.02
@@ -50,7 +51,7 @@ class HierarchyBlockManagerPool(BlockManagerPool):
 
     def __init__(self, config: PoolConfig, ranks: list[RankHandle]) -> None:
         super().__init__(config, ranks)
-        self._prefetching: weakref.WeakKeyDictionary[Sequence, TierHandle] = (
+        self._prefetching: weakref.WeakKeyDictionary[Sequence, _Prefetch] = (
             weakref.WeakKeyDictionary()
         )
 
@@ -69,6 +70,8 @@ class HierarchyBlockManagerPool(BlockManagerPool):
                 be had.
         """
         config = PoolConfig.of(config)
+        if tiers is not None and not tiers:
+            raise ConfigError("tiers is empty: give one at least, or None to have them made")
         if config.host is None:
             raise ConfigError("host is missing: give host.num_blocks, or use BlockManagerPool")
         pool = super().local(config)
@@ -110,7 +113,7 @@ class HierarchyBlockManagerPool(BlockManagerPool):
     # -- transfers ------------------------------------------------------------------------------
 
     def transfer_blocks(
-        self, batches: Iterable[Sequences] | None = None, *, wait_s: float = 0.0
+        self, batches: Sequences | Iterable[Sequences] | None = None, *, wait_s: float = 0.0
     ) -> TransferReport:
         """Start the queued loads, then the queued offloads; one call per rank, all at once.
 
@@ -121,6 +124,8 @@ class HierarchyBlockManagerPool(BlockManagerPool):
         Returns:
             What was started, and what was acknowledged since the call before.
         """
+        if isinstance(batches, Sequence | Request):
+            batches = [batches]
         members = None if batches is None else [s for batch in batches for s in flatten(batch)]
         deadline, pause_s = time.monotonic() + wait_s, _LOOK_S
         report = self._transfer()
@@ -143,15 +148,12 @@ class HierarchyBlockManagerPool(BlockManagerPool):
     def prefetch_from_storage(self, request: Sequences) -> None:
         """Begin to read what the store has of prompts into host memory, while they wait.
 
-        On the host tier of the rank that ``select_rank`` names now. Waits for nothing but that
-        tier's word.
+        On the host tier of the rank that ``select_rank`` names now. Waits for nothing.
         """
-        begun = []
         for sequence in flatten(request):
             tier = self.tier_of(self.ranks[self.select_rank(sequence)])
-            self._prefetching[sequence] = tier
-            begun.append(tier.prefetch(sequence.token_ids, sequence.namespace))
-        self._answers(begun)
+            begun = tier.prefetch(sequence.token_ids, sequence.namespace)
+            self._prefetching[sequence] = (tier, begun)
 
     def update_prefetch_result(self, request: Sequences, timeout_s: float) -> bool:
         """Wait for what ``prefetch_from_storage`` began, then give up what has not arrived.
@@ -160,20 +162,30 @@ class HierarchyBlockManagerPool(BlockManagerPool):
 
         Args:
             request: as given to ``prefetch_from_storage``.
-            timeout_s: seconds to wait for all of it.
+            timeout_s: seconds to wait for all of it; ``host.timeout_s`` more for a tier that does
+                not answer.
 
         Returns:
-            Whether all that the store said it has is on the host.
+            Whether all that the store said it has is on the host. False too where a host tier is
+            lost or silent: that costs hits only.
         """
-        deadline, waiting = time.monotonic() + timeout_s, []
-        for sequence in flatten(request):
-            tier = self._prefetching.pop(sequence, None)
-            if tier is not None:
-                tokens, namespace = sequence.token_ids, sequence.namespace
-                left_s = max(0.0, deadline - time.monotonic())
-                waiting.append(tier.wait_prefetch(tokens, namespace, left_s))
-        answers: list[bool] = self._answers(waiting, timeout_s)
-        return all(answers)
+        assert self.config.host is not None, "the pool has host tiers"
+        deadline = time.monotonic() + timeout_s
+        patience_s = self.config.host.timeout_s
+        waiting = [(one, self._prefetching.pop(one, None)) for one in flatten(request)]
+        is_complete = True
+        for sequence, prefetch in waiting:
+            if prefetch is None:
+                continue
+            tier, begun = prefetch
+            try:
+                begun.result(_left(deadline) + patience_s)
+                left_s = _left(deadline)
+                answer = tier.wait_prefetch(sequence.token_ids, sequence.namespace, left_s)
+                is_complete &= answer.result(left_s + patience_s)
+            except (TimeoutError, RankUnavailableError):
+                is_complete = False
+        return is_complete
 
     # -- counters -------------------------------------------------------------------------------
 
@@ -189,8 +201,8 @@ class HierarchyBlockManagerPool(BlockManagerPool):
         """Counters of the host tiers."""
         return self._answers([tier.stats() for tier in self.tiers])
 
-    def _answers(self, futures: list[Future[T]], wait_s: float = 0.0) -> list[T]:
-        limit_s = self.config.ray.call_timeout_s + wait_s
+    def _answers(self, futures: list[Future[T]]) -> list[T]:
+        limit_s = self.config.ray.call_timeout_s
         try:
             return [future.result(limit_s) for future in futures]
         except TimeoutError:
@@ -251,9 +263,12 @@ class HierarchyBlockManagerPool(BlockManagerPool):
         return super().retire(version)
 
     def bring_up_to_date(self, rank: RankHandle) -> None:
-        """See VersionedRanks; a rank that is back joins its host tier again."""
+        """See VersionedRanks; a rank that is back joins its host tier again.
+
+        Where that does not answer, it serves without until it does.
+        """
         super().bring_up_to_date(rank)
-        rank.connect_tier(self.find_tier(rank)).result()
+        rank.connect_tier(self.find_tier(rank), is_back=True).result()
 
     def check_integrity(self) -> None:
         """See KVCacheManager."""
@@ -266,6 +281,10 @@ class HierarchyBlockManagerPool(BlockManagerPool):
         for tier in getattr(self, "tiers", []):
             with contextlib.suppress(RaykvError):
                 tier.close()
+
+
+def _left(deadline: float) -> float:
+    return max(0.0, deadline - time.monotonic())
 
 
 def local_pool(config: PoolConfig | str | Path) -> BlockManagerPool:

@@ -105,14 +105,16 @@ class LocalRank(RankHandle):
         """See RankHandle."""
         return self._do(self.kv.ack_state_transfers)
 
-    def connect_tier(self, tier: TierHandle) -> Reply[None]:
+    def connect_tier(self, tier: TierHandle, *, is_back: bool = False) -> Reply[None]:
         """See RankHandle."""
         worker = self.worker
         if worker is None:
-            return self._do(lambda: self.kv.connect_tier(tier))
+            return self._do(lambda: self.kv.connect_tier(tier, is_back=is_back))
         engine, wake = worker.engine, worker.wake
         return self._do(
-            lambda: self.kv.connect_tier(tier, wake=wake, prefill_rate=lambda: engine.tokens_per_s)
+            lambda: self.kv.connect_tier(
+                tier, is_back=is_back, wake=wake, prefill_rate=lambda: engine.tokens_per_s
+            )
         )
 
     def transfer(self) -> Reply[TransferReport]:

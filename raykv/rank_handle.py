@@ -134,8 +134,8 @@ class RankHandle(ABC):
         """See KVCacheManager.ack_state_transfers."""
 
     @abstractmethod
-    def connect_tier(self, tier: TierHandle) -> Reply[None]:
-        """Let the rank use a host tier."""
+    def connect_tier(self, tier: TierHandle, *, is_back: bool = False) -> Reply[None]:
+        """Let the rank use a host tier; see RankKV.connect_tier."""
 
     @abstractmethod
     def transfer(self) -> Reply[TransferReport]:

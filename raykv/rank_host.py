@@ -116,15 +116,18 @@ class RankHost:
         first, deltas = self._worker.poll(session_name(driver_id, session), wait_s, seen)
         return Outputs(first, deltas, self._worker.stats)
 
-    def connect_tier(self, handle: TierHandle) -> None:
+    def connect_tier(self, handle: TierHandle, *, is_back: bool = False) -> None:
         """Use this host tier from now on; see RankKV.connect_tier."""
         worker = self._worker
         if worker is None:
-            self._owned(lambda: self._kv.connect_tier(handle))
+            self._owned(lambda: self._kv.connect_tier(handle, is_back=is_back))
         else:
             self._owned(
                 lambda: self._kv.connect_tier(
-                    handle, wake=worker.wake, prefill_rate=lambda: worker.engine.tokens_per_s
+                    handle,
+                    is_back=is_back,
+                    wake=worker.wake,
+                    prefill_rate=lambda: worker.engine.tokens_per_s,
                 )
             )
 

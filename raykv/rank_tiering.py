@@ -53,6 +53,7 @@ class RankTiering(KVCacheManager):
         self,
         handle: TierHandle,
         *,
+        is_back: bool = False,
         wake: Callable[[], None] = lambda: None,
         prefill_rate: Callable[[], float] = lambda: 0.0,
     ) -> None:
@@ -60,6 +61,8 @@ class RankTiering(KVCacheManager):
 
         Args:
             handle: of the node's.
+            is_back: the rank served with it before; if the tier does not answer now, the rank goes
+                on without and joins later, in place of the errors below.
             wake: called from other threads when ``pump_tier`` has something to do.
             prefill_rate: tokens per second that the rank computes; 0 if that is not known.
 
@@ -78,7 +81,7 @@ class RankTiering(KVCacheManager):
         checkpoint_bytes = 0 if state_buffers is None else state_buffers.checkpoint_bytes
         blocks = BlockKind(spec.block_bytes, layout_name(spec), self.weights_name, checkpoint_bytes)
         link = TierLink(handle, config, blocks, xp=buffers.xp, wake=wake)
-        link.connect()
+        link.connect(is_back=is_back)
         patience_s = [0.0]
         if self.config.store is not None:
             patience_s.append(self.config.store.prefetch_timeout_s)

@@ -46,7 +46,7 @@ class Host(Protocol):
         """See RankHost."""
         ...
 
-    def connect_tier(self, handle: TierHandle) -> None:
+    def connect_tier(self, handle: TierHandle, *, is_back: bool = False) -> None:
         """See RankHost."""
         ...
 
@@ -120,9 +120,9 @@ class MortalHost:
         self._there()  # an answer of one that died meanwhile does not arrive
         return outputs
 
-    def connect_tier(self, handle: TierHandle) -> None:
+    def connect_tier(self, handle: TierHandle, *, is_back: bool = False) -> None:
         """See RankHost."""
-        self._there().connect_tier(handle)
+        self._there().connect_tier(handle, is_back=is_back)
 
     def close(self) -> None:
         """See RankHost."""
@@ -170,10 +170,10 @@ class LoopbackRank(RemoteRank):
             if self._welcomer is not None:
                 self._welcomer.join()
 
-    def connect_tier(self, tier: TierHandle) -> Reply[None]:
+    def connect_tier(self, tier: TierHandle, *, is_back: bool = False) -> Reply[None]:
         """See RankHandle."""
         try:
-            self._open_host().connect_tier(tier)
+            self._open_host().connect_tier(tier, is_back=is_back)
             return Done(None)
         except Exception as error:  # noqa: BLE001 - it belongs to whoever asks for the result
             return Failed(error)

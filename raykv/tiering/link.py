@@ -8,10 +8,11 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any
 
 from raykv.config_host import HostConfig
+from raykv.errors import RankUnavailableError
 from raykv.host.handle import TierHandle
 from raykv.host.messages import BlockKind, TierAnswer, TierCall, TierInfo
 from raykv.memory.block_copier import BlockCopier
@@ -85,8 +86,11 @@ class TierLink:
         self._join_s = 0.0
         self._closed = threading.Event()
 
-    def connect(self) -> None:
+    def connect(self, *, is_back: bool = False) -> None:
         """Join, and wait until that is done.
+
+        Args:
+            is_back: wait for ``host.timeout_s`` only, and raise nothing: ``maintain`` goes on.
 
         Raises:
             ConfigError: the tier's memory cannot be had, or does not fit this rank's blocks.
@@ -95,7 +99,11 @@ class TierLink:
         """
         self._start_join()
         assert self._joining is not None, "it was started"
-        self._enter(self._joining.result(_START_S))
+        if is_back:
+            wait([self._joining], self.config.timeout_s)
+            self.maintain()
+        else:
+            self._enter(self._joined())
         threading.Thread(
             target=_renew, args=(weakref.ref(self), self._closed, self.config.lease_s),
             name="raykv-tier-lease", daemon=True,
@@ -202,6 +210,16 @@ class TierLink:
             self._behind_s = None
         elif self._behind_s is None:
             self._behind_s = self._clock()
+
+    def _joined(self) -> TierInfo:
+        assert self._joining is not None, "it was started"
+        try:
+            return self._joining.result(_START_S)
+        except TimeoutError:
+            raise RankUnavailableError(
+                f"the host tier has not answered for {_START_S:g} s: look whether its process is"
+                " stopped, or launch another pool"
+            ) from None
 
     def _start_join(self) -> None:
         self._joining = self.handle.join(self.client_id, os.getpid(), self.blocks, self._replaces)

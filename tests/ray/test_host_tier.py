@@ -15,7 +15,7 @@ import ray
 
 from raykv import PoolConfig, SamplingParams, Sequence
 from raykv.actors import attach, end, launch
-from raykv.errors import RankUnavailableError
+from raykv.errors import ConfigError, RankUnavailableError
 
 from .conftest import SETTINGS, rank_processes, run_python, session_processes, wait_until
 
@@ -238,3 +238,35 @@ with launch(config) as pool:
         process.poll()
     assert holders(names) == []
     process.communicate(timeout=BOUND_S)
+
+
+class Holder:
+    """Holds a name."""
+
+
+def test_a_name_that_a_host_tier_cannot_have_is_told(cluster):
+    other = ray.remote(num_cpus=0)(Holder).options(name="taken-host-0", namespace=SPACE).remote()
+    config = PoolConfig(**SETTINGS, memory=MEMORY, host={"num_blocks": 100})
+    try:
+        with pytest.raises(ConfigError, match="taken-host-0"):
+            launch(config, name="taken", namespace=SPACE)
+    finally:
+        ray.kill(other)
+
+
+def test_with_a_stopped_tier_ranks_start_again_and_serve_and_closing_ends_it(make_pool):
+    host = {"num_blocks": 100, "timeout_s": 0.2}
+    pool = make_pool(dp_size=2, memory=MEMORY, host=host)
+    live(pool, range(33), 0)
+    settle(pool)
+    tier_pid = pool.tiers[0].call("ready").result(BOUND_S)
+    os.kill(tier_pid, signal.SIGSTOP)
+    sequence = Sequence(range(33))
+    pool.prefetch_from_storage(sequence)
+    assert not pool.update_prefetch_result(sequence, 0.1)
+    os.kill(pool.ranks[0].info.pid, signal.SIGKILL)
+    wait_until(lambda: pool.ranks[0].session and pool.ranks[0].lost is None, BOUND_S)
+    assert live(pool, range(33), 0) == 0
+    assert live(pool, range(33), 0) == 32
+    pool.close()
+    wait_until(lambda: not (Path("/proc") / str(tier_pid)).exists())

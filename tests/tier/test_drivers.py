@@ -151,3 +151,24 @@ def test_a_rank_that_died_loads_from_the_host_what_it_had(make_pair):
         wait_until(lambda pool=pool: pool.ranks[0].lost is None)
     world.check(sequence)
     assert world.kv_of(0).tier is not None, "it joined again"
+
+
+@pytest.mark.parametrize("how", ["freeze", "kill"])
+def test_a_rank_that_is_back_serves_without_its_tier_until_that_answers(make_pair, how):
+    world, first, second = make_pair(num_blocks=20)
+    getattr(world.tier, how)()
+    world.hosts[0].kill()
+    for pool in world.pools:
+        pool.monitor.beat()
+    world.hosts[0].restart()
+    for pool in world.pools:
+        pool.monitor.beat()
+        wait_until(lambda pool=pool: pool.ranks[0].lost is None)
+    assert not world.link.is_up
+    assert world.live(range(9), pool=first) == 0
+    assert world.live(range(9), pool=second) == 8
+    world.check(world.admit(range(50, 55)))
+    world.tier.thaw() if how == "freeze" else world.tier.restart()
+    world.rejoin()
+    world.store(range(70, 79))
+    assert world.live(range(70, 79), pool=second) == 8
