@@ -67,6 +67,7 @@ class HierarchyBlockManagerPool(BlockManagerPool):
         Raises:
             ConfigError: there is no ``host``, or the model, the memory or the routing policy cannot
                 be had.
+            StoreError: the store's folder cannot be used, or another pool uses it.
         """
         config = PoolConfig.of(config)
         if config.host is None:
