@@ -53,6 +53,7 @@ def launch(
     Raises:
         ConfigError: the cluster can never hold the ranks, a name is taken, or a rank cannot be
             built: its model or its memory cannot be had.
+        StoreError: the folder of the host tiers' store cannot be used, or another pool uses it.
         RankUnavailableError: a rank died, or was not ready within ``config.ray.start_timeout_s``.
 
     After an error, nothing that was started is left.

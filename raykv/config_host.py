@@ -44,12 +44,12 @@ class StoreConfig(FrozenModel):
 
     Attributes:
         type: ``disk`` or ``redis``.
-        path: the folder of a disk store; each tier makes one of its own in it.
+        path: the folder of a disk store, made where missing; each tier makes one of its own in it.
         url: of a Redis server.
         max_bytes: what a disk store may hold.
         ttl_s: seconds after which a Redis server forgets a block; None for never.
         weights_id: names the very weights, so that restarted pools find their KV; None takes a
-            digest of the model's files.
+            digest of the model's files, so without a model it has to be given.
         timeout_s: seconds that one call to the store may take.
         prefetch_timeout_s: seconds that a prompt waits for what the store has of it.
         max_failures: calls that fail in a row until the store is left alone for a while.

@@ -68,6 +68,7 @@ class HierarchyBlockManagerPool(BlockManagerPool):
         Raises:
             ConfigError: there is no ``host``, or the model, the memory or the routing policy cannot
                 be had.
+            StoreError: the store's folder cannot be used, or another pool uses it.
         """
         config = PoolConfig.of(config)
         if tiers is not None and not tiers:
@@ -117,9 +118,13 @@ class HierarchyBlockManagerPool(BlockManagerPool):
     ) -> TransferReport:
         """Start the queued loads, then the queued offloads; one call per rank, all at once.
 
+        Call it once more between ``deallocate`` and the next ``allocate``: one that is short of
+        blocks gives up the offloads that have not started.
+
         Args:
-            batches: what is to compute next; None for all. Only these are waited for.
-            wait_s: seconds to wait until their loads are over.
+            batches: what is to compute next, each as ``allocate`` takes a list; None for all. All
+                queued copies are started, but only loads of these are waited for.
+            wait_s: seconds to wait until those are over; 0 only looks.
 
         Returns:
             What was started, and what was acknowledged since the call before.
@@ -228,6 +233,9 @@ class HierarchyBlockManagerPool(BlockManagerPool):
     def wait_for_transfers(self, timeout_s: float) -> bool:
         """Wait until nothing is on its way to or from the host; the engine moves it on.
 
+        With a scheduler of your own nothing does: call ``transfer_blocks`` while ``has_transfers``.
+        A store is not waited for; each tier's ``drain`` does that.
+
         Returns:
             Whether that is so; False after ``timeout_s`` seconds.
         """
@@ -276,7 +284,10 @@ class HierarchyBlockManagerPool(BlockManagerPool):
         self._answers([tier.check_integrity() for tier in self.tiers])
 
     def close(self) -> None:
-        """See BlockManagerPool; the host memory goes with the last rank that has it mapped."""
+        """See BlockManagerPool; the host memory goes with the last rank that has it mapped.
+
+        Blocks that have not been written to the store by then are not: see ``TierHandle.drain``.
+        """
         super().close()
         for tier in getattr(self, "tiers", []):
             with contextlib.suppress(RaykvError):

@@ -110,7 +110,7 @@ class TierSources:
         self._prefetches.reset()
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until all that was noted is in the store; whether it took no longer than this."""
+        """Wait until all that was noted had its turn; whether it took no longer than this."""
         return self._writer is None or self._writer.drain(timeout_s)
 
     def stats(self) -> dict[str, Any]:

@@ -211,7 +211,10 @@ class TierHost:
         return sources.wait(prompt, timeout_s)
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until what was stored on the host is in the store, too; whether it is."""
+        """Wait until what was stored on the host was offered to the store, too; whether it was.
+
+        What the store did not take is in ``source_stats``.
+        """
         return self._sources is None or self._sources.drain(timeout_s)
 
     def source_stats(self) -> dict[str, Any]:
