@@ -20,6 +20,7 @@ from raykv.host.handle import TierHandle
 
 _READY_S = 60.0
 _KILL_S = 2.0
+_CLOSE_S = 6.0
 
 
 class TierStarter:
@@ -137,6 +138,8 @@ def find_tiers(pool: RayHierarchyPool, ranks: list[RayRank], starter: TierStarte
 
 def _kill(actor: Any, processes: list[RankProcess]) -> None:
     if ray.is_initialized():
+        with contextlib.suppress(RayError, ValueError):
+            ray.get(actor.close.remote(), timeout=_CLOSE_S)  # what was noted reaches its store
         with contextlib.suppress(RayError, ValueError):
             ray.kill(actor)
     for process in processes:

@@ -231,10 +231,7 @@ class HierarchyBlockManagerPool(BlockManagerPool):
         return any(host.storing or host.pinned for host in self.host_state_stats())
 
     def wait_for_transfers(self, timeout_s: float) -> bool:
-        """Wait until nothing is on its way to or from the host; the engine moves it on.
-
-        With a scheduler of your own nothing does: call ``transfer_blocks`` while ``has_transfers``.
-        A store is not waited for; each tier's ``drain`` does that.
+        """Wait until nothing is on its way to or from the host, nor to a store behind it.
 
         Returns:
             Whether that is so; False after ``timeout_s`` seconds.
@@ -244,7 +241,9 @@ class HierarchyBlockManagerPool(BlockManagerPool):
             if time.monotonic() > deadline:
                 return False
             time.sleep(_LOOK_EVERY_S)
-        return True
+            if self.config.model is None:
+                self._transfer()
+        return all(self._answers([tier.drain(_left(deadline)) for tier in self.tiers]))
 
     # -- what also concerns the host ------------------------------------------------------------
 
@@ -286,7 +285,8 @@ class HierarchyBlockManagerPool(BlockManagerPool):
     def close(self) -> None:
         """See BlockManagerPool; the host memory goes with the last rank that has it mapped.
 
-        Blocks that have not been written to the store by then are not: see ``TierHandle.drain``.
+        What is on the host has a few seconds to reach the store; what is not yet on the host is
+        dropped: see ``wait_for_transfers``.
         """
         super().close()
         for tier in getattr(self, "tiers", []):

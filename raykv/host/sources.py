@@ -22,6 +22,7 @@ from raykv.store import KVKeys, model_fingerprint
 T = TypeVar("T")
 
 _END_S = 5.0
+_DRAIN_S = 5.0  # for what was noted last to reach the store
 
 
 class TierSources:
@@ -132,6 +133,7 @@ class TierSources:
         """End what is under way, and the thread; waits."""
         self._prefetches.close()
         if self._writer is not None:
+            self._writer.drain(_DRAIN_S)
             self._writer.close()
         for source in self._sources:
             self._run(source.close())

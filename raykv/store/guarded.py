@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TypeVar
@@ -19,6 +20,8 @@ from raykv.store.interface import (
 )
 
 _Result = TypeVar("_Result")
+
+_log = logging.getLogger(__name__)
 
 # For a cancelled call to end. A well-behaved one does before the event loop looks at its timers.
 _GRACE_S = 0.1
@@ -176,11 +179,20 @@ class GuardedStore(KVStore):
         except BaseException:
             self._breaker.forget()
             raise
+        was_open = self._breaker.is_open
         if answer is None:
             self._breaker.fail()
         else:
             self._breaker.succeed()
+        if was_open != self._breaker.is_open:
+            self._tell()
         return answer
+
+    def _tell(self) -> None:
+        if self._breaker.is_open:
+            _log.warning("the KV store is left alone, requests go on: %s", self.last_error)
+        else:
+            _log.warning("the KV store answers again")
 
     async def _limited(
         self, call: Callable[[], Coroutine[object, object, _Result]]
