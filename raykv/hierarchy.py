@@ -243,7 +243,8 @@ class HierarchyBlockManagerPool(BlockManagerPool):
             time.sleep(_LOOK_EVERY_S)
             if self.config.model is None:
                 self._transfer()
-        return all(self._answers([tier.drain(_left(deadline)) for tier in self.tiers]))
+        drained: list[bool] = self._answers([tier.drain(_left(deadline)) for tier in self.tiers])
+        return all(drained)
 
     # -- what also concerns the host ------------------------------------------------------------
 
