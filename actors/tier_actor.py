@@ -23,7 +23,8 @@ from raykv.host.tickets import LoadResult, LoadTicket, Want
 from raykv.host.tier_host import TierHost
 from raykv.host.transport import ObjectStoreTransport, RowRequest
 
-_MAX_CONCURRENCY = 8  # calls are short, but for those that wait for a store
+_MAX_CONCURRENCY = 8  # these calls are short
+_WAITING = {"wait": 16}  # threads for calls that wait for a store: no rank waits behind them
 
 
 class TierActor:
@@ -66,12 +67,14 @@ class TierActor:
         """See TierHost."""
         return self._host.prefetch(tokens, namespace)
 
+    @ray.method(concurrency_group="wait")
     def wait_prefetch(
         self, tokens: NDArray[np.int32], namespace: Namespace, timeout_s: float
     ) -> bool:
         """See TierHost."""
         return self._host.wait_prefetch(tokens, namespace, timeout_s)
 
+    @ray.method(concurrency_group="wait")
     def drain(self, timeout_s: float) -> bool:
         """See TierHost."""
         return self._host.drain(timeout_s)
@@ -190,4 +193,5 @@ class RayTier(TierHandle):
 
 def tier_class(**options: Any) -> Any:
     """TierActor as an actor class of Ray's, with these options."""
-    return ray.remote(max_concurrency=_MAX_CONCURRENCY, max_task_retries=0, **options)(TierActor)
+    options |= {"max_concurrency": _MAX_CONCURRENCY, "concurrency_groups": dict(_WAITING)}
+    return ray.remote(max_task_retries=0, **options)(TierActor)
