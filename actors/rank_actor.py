@@ -5,34 +5,23 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import ray
 from ray.util import get_current_placement_group
 
-from raykv.actors.tier_actor import RayTier
+from raykv.actors.tier_actor import RayTier, in_group
 from raykv.actors.wire import pack, unpack
 from raykv.config import PoolConfig
 from raykv.errors import RankUnavailableError
 from raykv.messages import Call, Health, Outputs, RankInfo
 from raykv.rank_host import RankHost
 
-F = TypeVar("F", bound=Callable[..., Any])
-
 CONCURRENCY_GROUPS = {"call": 1, "poll": 16, "health": 2}
 """Threads per group: calls are applied one by one, in the order they came; a long poll holds a
 thread per driver; heartbeats and closing never wait behind either."""
 
 _START_AGAIN_S = 1.0
-
-
-def _in_group(name: str) -> Callable[[F], F]:
-    def mark(method: F) -> F:
-        marked: F = ray.method(concurrency_group=name)(method)
-        return marked
-
-    return mark
 
 
 class RankActor:
@@ -60,7 +49,7 @@ class RankActor:
                 time.sleep(_START_AGAIN_S)
                 _end_process(f"it cannot start again: {type(error).__name__}: {error}")
 
-    @_in_group("health")
+    @in_group("health")
     def ready(self) -> tuple[RankInfo, str]:
         """What the rank says of itself, and the id of the Ray node it runs on.
 
@@ -69,35 +58,35 @@ class RankActor:
         """
         return self._started().info(), ray.get_runtime_context().get_node_id()
 
-    @_in_group("call")
+    @in_group("call")
     def call(self, *parts: bytes) -> bytes:
         """See RankHost.call; packed both ways."""
         call: Call = unpack(parts)
         return pack(self._started().call(call))
 
-    @_in_group("poll")
+    @in_group("poll")
     def poll(self, driver_id: str, session: int, seen: int, wait_s: float) -> Outputs:
         """See RankHost.poll."""
         return self._started().poll(driver_id, session, seen, wait_s)
 
-    @_in_group("health")
+    @in_group("health")
     def health(self, driver_id: str, session: int) -> Health:
         """See RankHost.health."""
         return self._started().health(driver_id, session)
 
-    @_in_group("health")
+    @in_group("health")
     def config(self) -> PoolConfig:
         """What the pool was made from, for whoever attaches to it."""
         return self._started().config
 
-    @_in_group("health")
+    @in_group("health")
     def connect_tier(self, actor: Any, *, is_back: bool) -> None:
         """See RankHost.connect_tier; of the tier that it uses already, it keeps what it has."""
         if self._tier is None or _id(self._tier) != _id(actor):
             self._started().connect_tier(RayTier(actor), is_back=is_back)
             self._tier = actor
 
-    @_in_group("health")
+    @in_group("health")
     def tier(self) -> Any:
         """The host tier's actor.
 
@@ -108,12 +97,12 @@ class RankActor:
             raise RankUnavailableError("the rank has no host tier yet: try again")
         return self._tier
 
-    @_in_group("health")
+    @in_group("health")
     def placement_group(self) -> Any:
         """Where the rank lies; None if it lies in no group."""
         return get_current_placement_group()
 
-    @_in_group("health")
+    @in_group("health")
     def close(self) -> None:
         """See RankHost.close."""
         if self._host is not None:

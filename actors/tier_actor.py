@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import ray
@@ -23,8 +24,20 @@ from raykv.host.tickets import LoadResult, LoadTicket, Want
 from raykv.host.tier_host import TierHost
 from raykv.host.transport import ObjectStoreTransport, RowRequest
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 _MAX_CONCURRENCY = 8  # these calls are short
 _WAITING = {"wait": 16}  # threads for calls that wait for a store: no rank waits behind them
+
+
+def in_group(name: str) -> Callable[[F], F]:
+    """Let a method of an actor run in a concurrency group of its own."""
+
+    def mark(method: F) -> F:
+        marked: F = ray.method(concurrency_group=name)(method)
+        return marked
+
+    return mark
 
 
 class TierActor:
@@ -67,14 +80,14 @@ class TierActor:
         """See TierHost."""
         return self._host.prefetch(tokens, namespace)
 
-    @ray.method(concurrency_group="wait")
+    @in_group("wait")
     def wait_prefetch(
         self, tokens: NDArray[np.int32], namespace: Namespace, timeout_s: float
     ) -> bool:
         """See TierHost."""
         return self._host.wait_prefetch(tokens, namespace, timeout_s)
 
-    @ray.method(concurrency_group="wait")
+    @in_group("wait")
     def drain(self, timeout_s: float) -> bool:
         """See TierHost."""
         return self._host.drain(timeout_s)
