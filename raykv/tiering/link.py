@@ -82,6 +82,7 @@ class TierLink:
         self._first_epoch = 0
         self._behind_s: float | None = None  # since when the tier has another epoch
         self._replaces = ""  # the name of before it was lost
+        self._forgotten = ""  # the name that the tier knows no more, noted by the lease's thread
         self._joining: Future[TierInfo] | None = None
         self._join_s = 0.0
         self._closed = threading.Event()
@@ -132,6 +133,17 @@ class TierLink:
         """Whether an exchange can be sent now."""
         return self.is_up and self._exchange is None
 
+    @property
+    def is_due(self) -> bool:
+        """Whether ``receive`` or ``maintain`` would go on, though there is nothing to say."""
+        if self._closed.is_set():
+            return False
+        if self.is_up:
+            return self._forgotten == self.client_id
+        if self._joining is not None:
+            return self._joining.done()
+        return self.is_still and self._clock() >= self._join_s
+
     def send(self, call: TierCall) -> None:
         """Start an exchange; one must not be under way."""
         assert self.is_free, "one exchange at a time"
@@ -146,6 +158,8 @@ class TierLink:
         Raises:
             Exception: the tier was lost: call ``lose``.
         """
+        if self.is_up and self._forgotten == self.client_id:
+            raise RankUnavailableError("the host tier has not renewed this rank's lease")
         exchange = self._exchange
         if exchange is None or not exchange.done():
             return None
@@ -179,9 +193,19 @@ class TierLink:
                 self.last_error = f"{type(error).__name__}: {error}"
                 self._join_s = self._clock() + _JOIN_AGAIN_S
 
-    def renew(self) -> Future[bool] | None:
-        """Keep the lease; from any thread."""
-        return self.handle.renew(self.client_id) if self.is_up else None
+    def renew(self) -> tuple[str, Future[bool]] | None:
+        """Keep the lease; from any thread. The name, and whether the tier knows it."""
+        client_id = self.client_id
+        if self.is_up:
+            return client_id, self.handle.renew(client_id)
+        self._wake()  # it may be time to join again
+        return None
+
+    def hear_of_lease(self, client_id: str, known: Future[bool]) -> None:
+        """Take note of how a renewal ended; from any thread."""
+        if known.exception() is not None or not known.result():
+            self._forgotten = client_id
+            self._wake()
 
     def close(self) -> None:
         """Finish the copy under way, and leave; idempotent."""
@@ -257,11 +281,13 @@ class TierLink:
 
 def _renew(link: weakref.ReferenceType[TierLink], closed: threading.Event, lease_s: float) -> None:
     """Keep a lease, while the rank may be busy with a step."""
-    pending: Future[bool] | None = None
+    pending: tuple[str, Future[bool]] | None = None
     while not closed.wait(lease_s / _RENEWALS_PER_LEASE):
         known = link()
         if known is None:
             return
-        if pending is None or pending.done():
+        if pending is None or pending[1].done():
+            if pending is not None:
+                known.hear_of_lease(*pending)
             pending = known.renew()
         del known

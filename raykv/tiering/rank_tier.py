@@ -109,8 +109,8 @@ class RankTier:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is queued, under way, or to be said."""
-        is_idle = self._offloads.is_idle and self._loads.is_idle
+        """Whether nothing is queued, under way, or to be said, and the link has all it needs."""
+        is_idle = self._offloads.is_idle and self._loads.is_idle and not self.link.is_due
         return is_idle and (self._states is None or self._states.is_idle)
 
     @property

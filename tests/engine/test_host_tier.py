@@ -199,6 +199,22 @@ def test_a_tier_that_freezes_and_dies_meanwhile(tiny_llama, large):
         assert pool.stats().total.host_hits_total > 0
 
 
+def test_an_idle_rank_joins_a_tier_that_started_again(tiny_llama):
+    with serving(tiny_llama, num_blocks=70, host={"num_blocks": 500, "lease_s": 0.2}) as (
+        pool,
+        tier,
+    ):
+        pool.generate(PROMPTS[:4], GREEDY)
+        assert pool.wait_for_transfers(WAIT_S)
+        tier.restart()
+        link = pool.ranks[0].kv.tier.link
+        deadline = time.monotonic() + WAIT_S
+        while not (link.num_lost and link.is_up):
+            assert time.monotonic() < deadline, link.last_error
+            time.sleep(0.01)
+        assert pool.num_blocks_in_host_prefix_cache() == [0]
+
+
 def test_aborted_requests_give_everything_back(tiny_llama, large):
     host = {"num_blocks": 500}
     with serving(tiny_llama, num_blocks=70, host=host) as (pool, _):

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 import ray
 
-from raykv import PoolConfig, SamplingParams, Sequence
+from raykv import Namespace, PoolConfig, SamplingParams, Sequence
 from raykv.actors import attach, end, launch
 from raykv.errors import ConfigError, RankUnavailableError
 
@@ -270,3 +271,15 @@ def test_with_a_stopped_tier_ranks_start_again_and_serve_and_closing_ends_it(mak
     assert live(pool, range(33), 0) == 32
     pool.close()
     wait_until(lambda: not (Path("/proc") / str(tier_pid)).exists())
+
+
+def test_ranks_do_not_wait_behind_those_who_wait_for_a_store(make_pool):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"redis://127.0.0.1:{silent.getsockname()[1]}"
+        store = {"type": "redis", "url": url, "weights_id": "w", "timeout_s": BOUND_S}
+        pool = make_pool(memory=MEMORY, host={"num_blocks": 100}, store=store)
+        tier, tokens = pool.tiers[0], np.arange(33, dtype=np.int32)
+        assert tier.prefetch(tokens, Namespace()).result(BOUND_S)
+        waiting = [tier.wait_prefetch(tokens, Namespace(), BOUND_S) for _ in range(12)]
+        tier.stats().result(BOUND_S / 4)
+        assert not any(one.done() for one in waiting)

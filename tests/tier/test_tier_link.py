@@ -181,3 +181,16 @@ def test_closing_in_the_middle_of_a_copy_gives_everything_back(make_world):
     assert world.books.clients.remains == {}
     world.pool.deallocate_without_cache(sequence)
     world.kv_of().connect_tier(world.tier)
+
+
+def test_a_rank_with_nothing_to_say_joins_a_tier_that_started_again(make_world):
+    world = make_world(host={"lease_s": 0.2})
+    world.live(range(9))
+    world.settle()
+    world.tier.restart()
+    tier = world.kv_of().tier
+    wait_until(lambda: not tier.is_idle)
+    world.settle()
+    world.rejoin()
+    assert world.link.num_lost == 1
+    assert world.pool.num_free_host_blocks() == [32]
