@@ -57,8 +57,8 @@ class StoreConfig(FrozenModel):
     """
 
     type: Literal["disk", "redis"]
-    path: str | None = None
-    url: str | None = None
+    path: str | None = Field(None, min_length=1)
+    url: str | None = Field(None, min_length=1)
     max_bytes: int = Field(10 * 2**30, ge=1)
     ttl_s: float | None = Field(None, gt=0)
     weights_id: str | None = Field(None, min_length=1)
