@@ -193,19 +193,15 @@ class TierLink:
                 self.last_error = f"{type(error).__name__}: {error}"
                 self._join_s = self._clock() + _JOIN_AGAIN_S
 
-    def renew(self) -> tuple[str, Future[bool]] | None:
-        """Keep the lease; from any thread. The name, and whether the tier knows it."""
+    def renew(self) -> Future[bool] | None:
+        """Keep the lease; from any thread."""
         client_id = self.client_id
-        if self.is_up:
-            return client_id, self.handle.renew(client_id)
-        self._wake()  # it may be time to join again
-        return None
-
-    def hear_of_lease(self, client_id: str, known: Future[bool]) -> None:
-        """Take note of how a renewal ended; from any thread."""
-        if known.exception() is not None or not known.result():
-            self._forgotten = client_id
-            self._wake()
+        if not self.is_up:
+            self._wake()  # it may be time to join again
+            return None
+        known = self.handle.renew(client_id)
+        known.add_done_callback(lambda known: self._hear_of_lease(client_id, known))
+        return known
 
     def close(self) -> None:
         """Finish the copy under way, and leave; idempotent."""
@@ -234,6 +230,11 @@ class TierLink:
             self._behind_s = None
         elif self._behind_s is None:
             self._behind_s = self._clock()
+
+    def _hear_of_lease(self, client_id: str, known: Future[bool]) -> None:
+        if known.exception() is not None or not known.result():
+            self._forgotten = client_id
+            self._wake()
 
     def _joined(self) -> TierInfo:
         assert self._joining is not None, "it was started"
@@ -281,13 +282,11 @@ class TierLink:
 
 def _renew(link: weakref.ReferenceType[TierLink], closed: threading.Event, lease_s: float) -> None:
     """Keep a lease, while the rank may be busy with a step."""
-    pending: tuple[str, Future[bool]] | None = None
+    pending: Future[bool] | None = None
     while not closed.wait(lease_s / _RENEWALS_PER_LEASE):
         known = link()
         if known is None:
             return
-        if pending is None or pending[1].done():
-            if pending is not None:
-                known.hear_of_lease(*pending)
+        if pending is None or pending.done():
             pending = known.renew()
         del known
