@@ -59,11 +59,7 @@ class StoreConfig(FrozenModel):
     type: Literal["disk", "redis"]
     path: str | None = Field(None, min_length=1)
     url: str | None = Field(None, min_length=1)
-<<<<<<< HEAD
     max_bytes: int = Field(10 * 2**30, ge=2**20)
-=======
-    max_bytes: int = Field(10 * 2**30, ge=1)
->>>>>>> hF
     ttl_s: float | None = Field(None, gt=0)
     weights_id: str | None = Field(None, min_length=1)
     timeout_s: float = Field(2.0, gt=0)
