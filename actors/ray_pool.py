@@ -12,6 +12,7 @@ from raykv.actors.tier_actor import RayTier
 from raykv.config import PoolConfig
 from raykv.hierarchy import HierarchyBlockManagerPool
 from raykv.host.handle import TierHandle
+from raykv.messages import RankInfo
 from raykv.pool import BlockManagerPool
 from raykv.rank_handle import RankHandle
 
@@ -72,7 +73,7 @@ class RayHierarchyPool(RayPool, HierarchyBlockManagerPool):
         start_tier: starts one on a node, for a rank that has come back on another one than before.
     """
 
-    start_tier: Callable[[str, int], RayTier]
+    start_tier: Callable[[str, RankInfo], RayTier]
     _tier_on: dict[str, int]  # by Ray node
 
     def adopt_tiers(
@@ -98,7 +99,7 @@ class RayHierarchyPool(RayPool, HierarchyBlockManagerPool):
         node_id = rank.find_node()
         if self.config.host is not None and self.config.host.scope == "node":
             if node_id not in self._tier_on:
-                self.tiers.append(self.start_tier(node_id, rank.info.block_bytes))
+                self.tiers.append(self.start_tier(node_id, rank.info))
                 self._tier_on[node_id] = len(self.tiers) - 1
                 self.introduce_tiers()
             self._tier_of[rank.dp_rank] = self._tier_on[node_id]

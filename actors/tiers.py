@@ -17,6 +17,7 @@ from raykv.actors.tier_actor import RayTier, tier_class
 from raykv.config import PoolConfig
 from raykv.errors import ConfigError, RankUnavailableError
 from raykv.host.handle import TierHandle
+from raykv.messages import RankInfo
 
 _READY_S = 60.0
 _KILL_S = 2.0
@@ -49,7 +50,7 @@ class TierStarter:
         self._cleanup = cleanup
         self._num_started = 0
 
-    def start(self, node_id: str, block_bytes: int) -> RayTier:
+    def start(self, node_id: str, info: RankInfo) -> RayTier:
         """Start one on a node, and wait until it is there.
 
         Raises:
@@ -58,8 +59,13 @@ class TierStarter:
         """
         host = self._config.host
         assert host is not None, "tiers are started where host is configured"
-        num_bytes = host.num_blocks * block_bytes
-        need = f"a host tier of {host.num_blocks} blocks needs {num_bytes / 2**30:.2f} GiB"
+        num_bytes, what = host.num_blocks * info.block_bytes, f"{host.num_blocks} blocks"
+        states = self._config.linear_state
+        if states is not None and info.checkpoint_bytes:
+            num_slots = host.num_state_slots or states.num_slots
+            num_bytes += num_slots * info.checkpoint_bytes
+            what += f" and {num_slots} checkpoints"
+        need = f"a host tier of {what} needs {num_bytes / 2**30:.2f} GiB"
         node = next(node for node in ray.nodes() if node["NodeID"] == node_id)
         total = node["Resources"].get("memory", 0)
         if num_bytes > total:
@@ -108,7 +114,7 @@ class TierStarter:
         for rank in ranks:
             if by_rank or rank.node_id not in tier_on:
                 tier_on[rank.node_id] = len(tiers)
-                tiers.append(self.start(rank.node_id, rank.info.block_bytes))
+                tiers.append(self.start(rank.node_id, rank.info))
             tier_of.append(tier_on[rank.node_id])
         pool.start_tier = self.start
         pool.adopt_tiers(tiers, tier_of, tier_on)

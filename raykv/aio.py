@@ -23,7 +23,8 @@ _THREADED = (
     "num_available_blocks", "num_blocks_in_prefix_cache", "num_free_blocks", "num_used_blocks",
     "reset_prefix_cache", "retire", "select_rank", "sleep", "stats", "update_weights", "wake_up",
     "weights_version", "num_free_host_blocks", "num_blocks_in_host_prefix_cache", "host_stats",
-    "transfer_blocks", "prefetch_from_storage", "update_prefetch_result",
+    "host_state_stats", "transfer_blocks", "prefetch_from_storage", "update_prefetch_result",
+    "wait_for_transfers",
 )  # fmt: skip
 
 

@@ -165,6 +165,7 @@ class RankInfo:
         node: the host that it runs on.
         device: where its KV buffers lie; None if it keeps books only.
         block_bytes: bytes of a block; 0 likewise.
+        checkpoint_bytes: bytes of a checkpoint of recurrent state; 0 too where there are none.
         limits: what its engine serves; None without an engine.
         stats: its counters.
     """
@@ -176,6 +177,7 @@ class RankInfo:
     node: str
     device: str | None
     block_bytes: int
+    checkpoint_bytes: int
     limits: EngineLimits | None
     stats: RankStats
 

@@ -58,7 +58,7 @@ class RankHost:
 
     def info(self) -> RankInfo:
         """What drivers need to know; the first call of each."""
-        worker, buffers = self._worker, self._kv.buffers
+        worker, buffers, states = self._worker, self._kv.buffers, self._kv.state_buffers
         return RankInfo(
             dp_rank=self._kv.dp_rank,
             epoch=self._service.epoch,
@@ -67,6 +67,7 @@ class RankHost:
             node=socket.gethostname(),
             device=None if buffers is None else buffers.device,
             block_bytes=0 if buffers is None else buffers.spec.block_bytes,
+            checkpoint_bytes=0 if states is None else states.checkpoint_bytes,
             limits=None if worker is None else worker.engine.limits,
             stats=self._stats if worker is None else worker.stats,
         )
