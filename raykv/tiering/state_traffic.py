@@ -225,8 +225,3 @@ class StateTraffic:
         """Note what became of a load, for the tier."""
         if self._link.is_up:
             self.loaded.append(StateLoaded(load.id, outcome))
-
-
-assert {one.value: one.name for one in BlockOutcome} == {
-    one.value: one.name for one in LoadOutcome
-}, "outcomes are numbered alike"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from raykv.host.tickets import LoadOutcome
+from raykv.memory.copy_batches import BlockOutcome
 from raykv.tiering.loads import Stage
 
 from .copy_gates import Gate
@@ -183,6 +185,13 @@ def test_a_load_that_is_called_late_by_a_test_is_done_with_the_next(make_world):
     world.pool.transfer_blocks(both, wait_s=WAIT_S)
     assert [one.kv_state.num_computed_tokens for one in both] == [8, 8]
     world.check(*both)
+
+
+def test_books_and_copiers_number_outcomes_alike():
+    """A rank reports to the one what it heard from the other."""
+    assert [(one.name, one.value) for one in LoadOutcome] == [
+        (one.name, one.value) for one in BlockOutcome
+    ]
 
 
 # -- a tier that says nothing -------------------------------------------------------------------
