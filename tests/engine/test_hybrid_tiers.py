@@ -34,6 +34,9 @@ def converse(pool, num_turns=3):
     for _ in range(num_turns):
         for chat in chats:
             [output] = pool.generate([chat], PARAMS)
+            if isinstance(pool, HierarchyBlockManagerPool):
+                # Else the next one may call it off: the device holds two.
+                assert pool.wait_for_transfers(WAIT_S)
             chat += [*output.token_ids, 7, 8, 9]
             log_probs.append(output.log_probs)
             cached.append(output.num_cached_tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import signal
 import socket
@@ -175,13 +176,15 @@ def test_a_tier_that_is_killed_starts_again_and_ranks_go_on(make_pool):
     assert live(pool, range(33), 1) in {0, 32}, "whether or not it has died by now"
     wait_until(lambda: _stats_of(pool) is not None, BOUND_S)
 
-    def is_back():
-        live(pool, range(500, 533), 0)
-        pool.transfer_blocks()
-        return (_stats_of(pool) or [0])[0] >= 8
+    starts = itertools.count(500, 100)  # prompts that no device has
 
-    wait_until(is_back, BOUND_S)
-    assert live(pool, range(500, 533), 1) == 32
+    def are_back():
+        start = next(starts)
+        live(pool, range(start, start + 33), 0)
+        pool.wait_for_transfers(BOUND_S)
+        return live(pool, range(start, start + 33), 1) == 32
+
+    wait_until(are_back, BOUND_S)
 
 
 def _stats_of(pool):
