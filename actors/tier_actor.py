@@ -24,12 +24,15 @@ from raykv.host.tickets import LoadResult, LoadTicket, Want
 from raykv.host.tier_host import TierHost
 from raykv.host.transport import ObjectStoreTransport, RowRequest
 
-_MAX_CONCURRENCY = 4
+_MAX_CONCURRENCY = 8
 _NUM_WAITING = 16  # calls that wait for a store hold a thread each, which none of the others needs
 
 
 class TierActor:
     """A TierHost that answers from several threads.
+
+    None of its methods is a coroutine: one would make Ray run all of them in one event loop, where
+    who waits keeps all others waiting.
 
     Args:
         config: the pool's configuration.
@@ -41,7 +44,8 @@ class TierActor:
         self._peers: dict[str, RayPeer] = {}
         self._index = index
         self._by_objects = config.host.transport == "object_store"
-        transport = ObjectStoreTransport(self._fetch) if self._by_objects else None
+        fetch = ObjectFetch(self._peers)
+        transport = ObjectStoreTransport(fetch.fetch) if self._by_objects else None
         self._host = TierHost(config, index, transport=transport)
 
     def ready(self) -> int:
@@ -86,7 +90,8 @@ class TierActor:
 
     def set_peers(self, actors: dict[str, Any]) -> None:
         """Know the other nodes' tiers, by name."""
-        self._peers = {name: RayPeer(name, self._index, actor) for name, actor in actors.items()}
+        self._peers.clear()
+        self._peers |= {name: RayPeer(name, self._index, actor) for name, actor in actors.items()}
         self._host.set_peers([*self._peers.values()])
 
     def lend(self, peer: str, want: Want) -> tuple[str, LoadTicket]:
@@ -102,11 +107,6 @@ class TierActor:
     def take_rows(self, request: RowRequest) -> list[NDArray[np.uint8]]:
         """See TierHost; through Ray's object store."""
         return self._host.take_rows(request)
-
-    async def _fetch(self, address: str, request: RowRequest) -> list[NDArray[np.uint8]]:
-        """What ObjectStoreTransport carries; the address is a peer's name."""
-        rows: list[NDArray[np.uint8]] = await self._peers[address].actor.take_rows.remote(request)
-        return rows
 
     def reset(self) -> tuple[int, int]:
         """See TierHost."""
@@ -156,6 +156,22 @@ class RayPeer:
     async def loaded(self, result: LoadResult) -> None:
         """See PeerHandle."""
         await self.actor.give_back.remote(self._reader, result)
+
+
+class ObjectFetch:
+    """Carries rows of peers through Ray's object store; see ObjectStoreTransport.
+
+    Args:
+        peers: by name, which is their address here; may change.
+    """
+
+    def __init__(self, peers: dict[str, RayPeer]) -> None:
+        self._peers = peers
+
+    async def fetch(self, address: str, request: RowRequest) -> list[NDArray[np.uint8]]:
+        """See ``raykv.host.transport.object_store.Fetch``."""
+        rows: list[NDArray[np.uint8]] = await self._peers[address].actor.take_rows.remote(request)
+        return rows
 
 
 class RayTier(TierHandle):

@@ -24,7 +24,7 @@ from raykv.actors import launch
 
 PROMPTS = [[7, 8, 9, i] for i in range(6)]
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
-LONG = SamplingParams(max_tokens=150, ignore_eos=True, temperature=1.0, seed=4)
+LONG = SamplingParams(max_tokens=500, ignore_eos=True, temperature=1.0, seed=4)
 BOUND_S = 60.0
 NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
 
