@@ -238,11 +238,8 @@ class _RayAnswer:
         return self.rank.get(self.reference, self.session)
 
 
-@dataclass(frozen=True, slots=True)
-class _RayReply:
-    rank: RayRank
-    session: int
-    reference: Any
+class _RayReply(_RayAnswer):
+    __slots__ = ()
 
     def result(self) -> Answer:
         answer: Answer = unpack([self.rank.get(self.reference, self.session)])

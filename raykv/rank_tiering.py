@@ -121,7 +121,7 @@ class RankTiering(KVCacheManager):
         if self.tier.link.is_outdated:
             self.reset_prefix_cache()
             self.begin_epoch(self.tier.link.heard_epoch)
-        return stuck
+        return [sequence for sequence in stuck if sequence.is_loading]  # some came just now
 
     def transfer(self, driver_id: str) -> TransferReport:
         """Start what is queued, and say what ended since the call before; see TransferReport."""

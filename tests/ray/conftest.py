@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -143,3 +145,26 @@ def session_processes(session):
                 if int(fields[3]) == session and fields[0] != "Z":
                     found.append((int(entry.name), (entry / "cmdline").read_bytes()))
     return found
+
+
+def run_cluster(script, model, *arguments, bound_s):
+    """Run a script that makes a cluster of its own; what its last line says, once all is gone."""
+    folder = tempfile.mkdtemp(prefix="rk", dir="/tmp")
+    process = subprocess.Popen(  # noqa: S603 - our own script
+        [sys.executable, script, model, folder, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"},
+    )
+    try:
+        out, err = process.communicate(timeout=bound_s)
+        assert process.returncode == 0, err
+        wait_until(lambda: session_processes(process.pid) == [])
+    finally:
+        for pid, _ in session_processes(process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(folder, ignore_errors=True)
+    return json.loads(out.splitlines()[-1])

@@ -2,42 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import shutil
-import signal
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 
-from .conftest import session_processes, wait_until
+from .conftest import run_cluster
 
 SCRIPT = Path(__file__).with_name("two_raylets.py")
 BOUND_S = 240
 
 
 def test_a_rank_and_a_node_may_go_and_a_new_node_takes_the_rank_over(tiny_model):
-    folder = tempfile.mkdtemp(prefix="rk", dir="/tmp")
-    process = subprocess.Popen(  # noqa: S603 - our own script
-        [sys.executable, SCRIPT, tiny_model, folder],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env={key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"},
-    )
-    try:
-        out, err = process.communicate(timeout=BOUND_S)
-        assert process.returncode == 0, err
-        wait_until(lambda: session_processes(process.pid) == [])
-    finally:
-        for pid, _ in session_processes(process.pid):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        shutil.rmtree(folder, ignore_errors=True)
-    found = json.loads(out.splitlines()[-1])
+    found = run_cluster(SCRIPT, tiny_model, bound_s=BOUND_S)
     far = found.pop("far")
     near = 1 - far
     went_on = {
